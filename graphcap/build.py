@@ -1,0 +1,181 @@
+"""What a training run is made of: target, data, plan, drafter, engine, each loaded or made and said in one line.
+
+Nothing is written before all of it stands, so that a recipe that cannot run leaves nothing behind.
+Calls: train.py.
+"""
+
+import dataclasses
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from graphcap.config import Recipe
+from graphcap.data.conversations import Document, load_documents
+from graphcap.data.packing import Schedule, num_anchors_of
+from graphcap.data.planner import Shapes, plan
+from graphcap.engine import Engine
+from graphcap.engine.optimizer import Hyper
+from graphcap.engine.step import DrafterStep
+from graphcap.errors import ConfigError
+from graphcap.model import blocks
+from graphcap.model.drafter import Drafter, DrafterConfig, tapped_layers
+from graphcap.model.target import Target, device_and_dtype, find_mask_token, load_model, load_tokenizer
+from graphcap.ops.export import read_drafter
+
+
+@dataclasses.dataclass
+class TrainingRun:
+    """Everything a run is made of. `documents` by id; `position` is the number of updates made."""
+
+    recipe: Recipe
+    folder: Path
+    tokenizer: object
+    target: Target
+    drafter: Drafter
+    documents: dict[int, Document]
+    held_out: list[Document]
+    shapes: Shapes
+    schedule: Schedule
+    engine: Engine
+    position: int = 0
+
+
+def build(recipe: Recipe, *, threads: int | None, say) -> TrainingRun:
+    """Load target and data, plan the rows, make the drafter and allocate every buffer; writes nothing.
+
+    threads: CPU threads of the checkpoint that the run continues from, or None. say: called with each line for people.
+    Raises: GraphcapError for what the user must mend.
+    """
+    device, dtype = device_and_dtype(recipe.run.device, recipe.target.dtype)
+    _set_threads(recipe, threads, say)
+    begin = time.monotonic()
+    where = {"revision": recipe.target.revision, "trust_remote_code": recipe.target.trust_remote_code}
+    tokenizer = load_tokenizer(recipe.target.path, **where)
+    model = load_model(recipe.target.path, dtype=dtype, device=device, **where)
+    drafter_config, mask_name = configure_drafter(recipe, model, tokenizer)
+    target = Target(model, drafter_config.target_layer_ids)
+    say(f"target    {recipe.target.path}: {_millions(model)} M parameters, {str(dtype).removeprefix('torch.')} on {device.type}, "
+        f"layers {list(drafter_config.target_layer_ids)} tapped, MASK is {mask_name}  ({time.monotonic() - begin:.0f} s)")
+
+    documents, held_out = _load_data(recipe, tokenizer, drafter_config.mask_token_id, say)
+    shapes, schedule = _plan(recipe, documents, say)
+    drafter = make_drafter(recipe, drafter_config)
+    gamma = recipe.loss.gamma or blocks.default_gamma(drafter_config.block_size)
+    step = DrafterStep(
+        target, drafter, decay=blocks.decay(drafter_config.block_size, gamma), hyper=_hyper(recipe, schedule.num_updates),
+        chunk_tokens=recipe.loss.chunk_tokens,
+    )
+    say(f"drafter   {_millions(drafter)} M parameters, layers: {drafter_config.num_layers}, block: {drafter_config.block_size} tokens")
+    return TrainingRun(
+        recipe=recipe, folder=recipe.folder, tokenizer=tokenizer, target=target, drafter=drafter,
+        documents={document.id: document for document in documents}, held_out=held_out, shapes=shapes, schedule=schedule,
+        engine=Engine(step, shapes.buckets),
+    )
+
+
+def _set_threads(recipe: Recipe, threads: int | None, say) -> None:
+    """The recipe's CPU threads; a continued run keeps the number it began with, since sums depend on it."""
+    if recipe.run.threads:
+        torch.set_num_threads(recipe.run.threads)
+    if threads is not None and threads != torch.get_num_threads():
+        say(f"threads   {threads}, as this run began with (here {torch.get_num_threads()})")
+        torch.set_num_threads(threads)
+
+
+def configure_drafter(recipe: Recipe, model, tokenizer) -> tuple[DrafterConfig, str]:
+    """The drafter's sizes: the recipe's where it names them, else the target's; and what the MASK token is, in words."""
+    text, wanted = model.config.get_text_config(), recipe.drafter
+    if wanted.init:
+        loaded = read_drafter(Path(wanted.init), dtype=torch.float32, device=torch.device("cpu")).config
+        return loaded, f"token {loaded.mask_token_id}, as in {wanted.init}"
+    num_layers = text.num_hidden_layers
+    embeddings = model.get_input_embeddings().weight.shape[0]
+    mask_token_id, mask_name = find_mask_token(tokenizer, embeddings, name=wanted.mask_token)
+    heads = wanted.num_heads or text.num_attention_heads
+    head_dim = wanted.head_dim or getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return DrafterConfig(
+        hidden_size=text.hidden_size, num_layers=wanted.num_layers, num_heads=heads,
+        num_kv_heads=wanted.num_kv_heads or text.num_key_value_heads, head_dim=head_dim,
+        intermediate_size=wanted.intermediate_size or text.intermediate_size, vocab_size=embeddings,
+        rms_norm_eps=text.rms_norm_eps, rope_theta=rope_theta(text),
+        max_position_embeddings=text.max_position_embeddings, block_size=wanted.block_size, mask_token_id=mask_token_id,
+        target_layer_ids=wanted.target_layer_ids or tuple(tapped_layers(num_layers, wanted.num_tapped_layers)),
+        num_target_layers=num_layers,
+    ), f"{mask_name} (id {mask_token_id})"
+
+
+def rope_theta(text_config) -> float:
+    """The target's rotary base, wherever its config keeps it (transformers 5 nests it, per layer type where they differ)."""
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    for candidate in (parameters, parameters.get("full_attention") or {}):
+        if candidate.get("rope_theta"):
+            return float(candidate["rope_theta"])
+    theta = getattr(text_config, "rope_theta", None)
+    if theta is None:
+        raise ConfigError("target", text_config.model_type, expected="rotary positions with a rope_theta", got="none in its config",
+                          fix="use a target with rotary positions")
+    return float(theta)
+
+
+def make_drafter(recipe: Recipe, drafter_config: DrafterConfig) -> Drafter:
+    """A drafter as it is before training: from the seed, or from the folder `drafter.init`."""
+    if recipe.drafter.init:
+        return read_drafter(Path(recipe.drafter.init), dtype=torch.float32, device=torch.device("cpu")).requires_grad_(True)
+    drafter = Drafter(drafter_config)
+    drafter.initialize(recipe.run.seed)
+    return drafter
+
+
+def _hyper(recipe: Recipe, num_updates: int) -> Hyper:
+    section = recipe.optimizer
+    names = ("learning_rate", "warmup_fraction", "beta1", "beta2", "eps", "weight_decay", "max_grad_norm")
+    return Hyper(num_updates=num_updates, **{name: getattr(section, name) for name in names})
+
+
+def _millions(module) -> str:
+    return f"{sum(p.numel() for p in module.parameters()) / 1e6:.2f}"
+
+
+def _load_data(recipe: Recipe, tokenizer, mask_token_id: int, say) -> tuple[list[Document], list[Document]]:
+    loaded = {}
+    for name in ("train", "held_out"):
+        begin = time.monotonic()
+        loaded[name] = load_documents(
+            getattr(recipe.data, name), tokenizer, max_length=recipe.data.max_length, on_long=recipe.data.on_long,
+            on_bad_line=recipe.data.on_bad_line,
+        )
+        used = next((d for d in loaded[name].documents if mask_token_id in d.token_ids), None)
+        if used is not None:
+            raise ConfigError("recipe key", "drafter.mask_token", expected="a token that no text contains",
+                              got=f"token {mask_token_id}, which stands in {used.source} line {used.line}",
+                              fix="name an unused token with drafter.mask_token")
+        say(f"{name:<9} {loaded[name].summary()}  ({time.monotonic() - begin:.0f} s)")
+    return loaded["train"].documents, loaded["held_out"].documents
+
+
+def _plan(recipe: Recipe, documents: list[Document], say) -> tuple[Shapes, Schedule]:
+    """Buckets for these documents, and which rows every update has."""
+    wanted = recipe.shapes
+    lengths = np.array([len(document.token_ids) for document in documents])
+    anchors = np.array([num_anchors_of(document.loss_mask, density=wanted.anchor_density) for document in documents])
+    if wanted.plan == "auto":
+        shapes = plan(
+            lengths, anchors, block_size=recipe.drafter.block_size, anchor_density=wanted.anchor_density,
+            row_length=wanted.row_length, max_buckets=wanted.max_buckets, window=wanted.window,
+        )
+    else:
+        shapes = Shapes.load(wanted.plan)
+    shapes.check(
+        lengths, anchors, block_size=recipe.drafter.block_size, anchor_density=wanted.anchor_density, window=wanted.window
+    )
+    largest = shapes.buckets[0].length
+    rows_per_update = recipe.optimizer.rows_per_update or max(1, round(recipe.optimizer.tokens_per_update / largest))
+    schedule = Schedule(
+        shapes, [document.id for document in documents], lengths, anchors, seed=recipe.run.seed,
+        epochs=recipe.optimizer.epochs, rows_per_update=rows_per_update, max_updates=recipe.optimizer.max_updates,
+    )
+    say(f"plan      buckets {', '.join(bucket.name for bucket in shapes.buckets)} (tokens/anchors), {rows_per_update} rows an "
+        f"update, {schedule.num_updates} updates in {recipe.optimizer.epochs} epochs")
+    return shapes, schedule

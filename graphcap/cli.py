@@ -1,0 +1,128 @@
+"""The command line: one verb, one file. Loads no torch until a verb needs it.
+
+Exit codes: 0 finished, 2 something the user must mend, 3 stopped and can go on, 1 failed.
+"""
+
+import argparse
+import sys
+
+from graphcap import __version__
+from graphcap.errors import GraphcapError
+
+TRAIN_EXAMPLE = """example:
+  graphcap train runs/tiny.toml
+  graphcap train runs/tiny.toml optimizer.epochs=2 run.name=short
+
+Started again, the same command continues from the newest complete checkpoint.
+`graphcap train RECIPE --help` prints every key of a recipe."""
+
+EVAL_EXAMPLE = """example:
+  graphcap eval runs/out/tiny
+  graphcap eval runs/out/tiny runs/out/short --max-new-tokens 256
+  graphcap eval DRAFTER-FOLDER --target TARGET-FOLDER --prompts chats.jsonl"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    top = argparse.ArgumentParser(
+        prog="graphcap", description="Train drafters for speculative decoding, and measure them.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="example:\n  graphcap train runs/tiny.toml\n\n`graphcap VERB --help` says more about a verb.",
+    )
+    top.add_argument("--version", action="version", version=f"graphcap {__version__}")
+    verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
+    _add_train(verbs)
+    _add_eval(verbs)
+    return top
+
+
+def _verb(verbs, name: str, text: str, example: str, **options) -> argparse.ArgumentParser:
+    return verbs.add_parser(
+        name, help=text, description=text, epilog=example, formatter_class=argparse.RawDescriptionHelpFormatter, **options
+    )
+
+
+def _add_train(verbs) -> None:
+    train = _verb(verbs, "train", "train a drafter from a recipe, then decode with it", TRAIN_EXAMPLE, add_help=False)
+    train.add_argument("recipe", metavar="RECIPE", nargs="?", help="a TOML file, for example runs/tiny.toml")
+    train.add_argument("overrides", metavar="section.key=value", nargs="*", help="override a key of the recipe")
+    train.add_argument("-h", "--help", action="store_true", help="show this, and with a RECIPE every key of a recipe")
+    train.set_defaults(run=_train, parser=train)
+
+
+def _add_eval(verbs) -> None:
+    evaluate = _verb(verbs, "eval", "decode prompts with a drafter, and compare with plain decoding", EVAL_EXAMPLE)
+    evaluate.add_argument("folders", metavar="RUN-or-FOLDER", nargs="+", help="a run's folder, or a drafter's folder in z-lab's format")
+    evaluate.add_argument("--target", help="the target's folder; a run knows its own")
+    evaluate.add_argument("--prompts", action="append", default=[], metavar="FILE", help="JSONL of conversations; a run: its held-out ones")
+    evaluate.add_argument("--num-prompts", type=_positive, metavar="N", help="how many prompts; a run: eval.prompts, else 32")
+    evaluate.add_argument("--max-new-tokens", type=_positive, metavar="N", help="longest reply; a run: eval.max_new_tokens, else 128")
+    evaluate.add_argument("--passes", type=_positive, metavar="N", help="timed passes, the median counts; a run: eval.passes, else 3")
+    evaluate.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
+    evaluate.set_defaults(run=_eval, parser=evaluate)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("expected a whole number above 0")
+    return value
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    options = parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except GraphcapError as error:
+        print(f"graphcap: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("graphcap: stopped; the same command continues from the newest checkpoint", file=sys.stderr)
+        return 3
+
+
+def _train(options) -> int:
+    from graphcap import config
+
+    if options.help:
+        options.parser.print_help()
+        if options.recipe:
+            print(f"\nEvery key of a recipe:{config.describe()}")
+        return 0
+    if options.recipe is None:
+        options.parser.error("RECIPE is missing; for example: graphcap train runs/tiny.toml")
+    recipe = config.load_recipe(options.recipe, options.overrides)
+    note = recipe.run.note or "loads the target, plans the rows, trains, then decodes; the time left is shown once training runs"
+    _say(f"graphcap {__version__} · {options.recipe} · {note}")
+
+    from graphcap.ops import report, runfolder
+    from graphcap.ops.progress import quiet_libraries, silence_transformers
+
+    finished = runfolder.finished_result(recipe)
+    if finished is not None:
+        _say(f"{recipe.folder} has finished, so nothing is trained. Its table:\n\n{report.table(finished)}\n")
+        _say(f"to start afresh: graphcap train {options.recipe} run.name=OTHER, or remove {recipe.folder}")
+        return 0
+    quiet_libraries(None)
+    from graphcap.train import train
+
+    silence_transformers()
+    return train(recipe, say=_say)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _eval(options) -> int:
+    from graphcap.ops.progress import quiet_libraries, silence_transformers
+
+    quiet_libraries(None)
+    from graphcap.eval import print_results, run_eval
+
+    silence_transformers()
+    settings = {"prompts": options.num_prompts, "max_new_tokens": options.max_new_tokens, "passes": options.passes}
+    results = run_eval(options.folders, target_path=options.target, prompt_paths=options.prompts, settings=settings)
+    print_results(results, as_json=options.json)
+    return 0

@@ -1,0 +1,358 @@
+"""A recipe: the only place where a default stands.
+
+A recipe is TOML with the sections below; `section.key=value` on the command line overrides a key and is read by the
+key's type, without quotes. Unknown keys are errors that name the nearest key. Loads no torch.
+
+Every key says what it may do when a run is continued with another value:
+`same` it changes the updates, so a change is refused; `free` it does not; `grow` it may only become larger.
+"""
+
+import dataclasses
+import difflib
+import tomllib
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+
+from graphcap.errors import ConfigError
+
+
+def key(default, doc: str, *, resume: str, unit: str = "", choices: tuple = (), low: float | None = None, above: float | None = None):
+    """One key of a recipe. resume: same, free or grow. low: smallest value allowed; above: bound not reached."""
+    assert resume in ("same", "free", "grow"), f"resume is same, free or grow, not {resume}"
+    meta = {"doc": doc, "resume": resume, "unit": unit, "choices": choices, "low": low, "above": above}
+    return dataclasses.field(default=default, metadata=meta)
+
+
+REQUIRED = "(required)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    name: str = key("", "name of the run's folder; empty: the recipe's file name", resume="free")
+    out: str = key("runs/out", "folder that holds the runs", resume="free")
+    note: str = key("", "printed first: what the run does and how long it takes", resume="free")
+    seed: int = key(0, "seed of every draw", resume="same", low=0)
+    device: str = key("auto", "where to compute; auto: cuda if there is one", resume="same", choices=("auto", "cpu", "cuda"))
+    threads: int = key(0, "CPU threads; 0: what torch chooses", unit="threads", resume="same", low=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    path: str = key(REQUIRED, "folder or Hub name of the frozen target", resume="same")
+    revision: str = key("main", "revision of a Hub name", resume="same")
+    dtype: str = key(
+        "auto", "dtype of weights and features; auto: bfloat16 on cuda, float32 on cpu",
+        resume="same", choices=("auto", "float32", "bfloat16"),
+    )
+    trust_remote_code: bool = key(False, "run Python code that comes with the target", resume="same")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    train: tuple[str, ...] = key((), "JSONL files of conversations to train on (required)", resume="same")
+    held_out: tuple[str, ...] = key((), "JSONL files of conversations never trained on (required)", resume="same")
+    max_length: int = key(4096, "longest document", unit="tokens", resume="same", low=2)
+    on_long: str = key("error", "a document over max_length: stop, cut its end off, or drop it", resume="same",
+                       choices=("error", "truncate", "drop"))
+    on_bad_line: str = key("error", "a line that cannot be used: stop, or skip and count it", resume="same",
+                           choices=("error", "skip"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drafter:
+    num_layers: int = key(5, "decoder layers", unit="layers", resume="same", low=1)
+    block_size: int = key(16, "tokens of a block, anchor included", unit="tokens", resume="same", low=2)
+    num_tapped_layers: int = key(5, "target layers to tap, where target_layer_ids names none", unit="layers", resume="same", low=1)
+    target_layer_ids: tuple[int, ...] = key((), "tapped target layers, 0-based outputs; empty: spread evenly", resume="same")
+    mask_token: str = key("", "token that stands for MASK; empty: an unused row of the target's embedding is found", resume="same")
+    intermediate_size: int = key(0, "width of the MLP; 0: as the target's", resume="same", low=0)
+    num_heads: int = key(0, "query heads; 0: as the target's", unit="heads", resume="same", low=0)
+    num_kv_heads: int = key(0, "key and value heads; 0: as the target's", unit="heads", resume="same", low=0)
+    head_dim: int = key(0, "head size; 0: as the target's", resume="same", low=0)
+    init: str = key("", "drafter folder to start from; empty: random weights", resume="same")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shapes:
+    plan: str = key("auto", "auto, or a shapes file", resume="same")
+    row_length: int = key(0, "length of the largest bucket; 0: from the data", unit="tokens", resume="same", low=0)
+    anchor_density: float = key(0.1667, "anchors per supervised token", unit="anchors/token", resume="same", above=0.0)
+    max_buckets: int = key(3, "most buckets a plan may have", unit="buckets", resume="same", low=1)
+    window: int = key(4096, "documents shuffled and packed together", unit="documents", resume="same", low=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    learning_rate: float = key(6e-4, "highest learning rate", resume="same", above=0.0)
+    warmup_fraction: float = key(0.04, "share of all updates in which the learning rate rises", resume="same", low=0.0)
+    beta1: float = key(0.9, "AdamW's decay of the first moment", resume="same", low=0.0)
+    beta2: float = key(0.999, "AdamW's decay of the second moment", resume="same", low=0.0)
+    eps: float = key(1e-8, "AdamW's epsilon", resume="same", above=0.0)
+    weight_decay: float = key(0.0, "AdamW's decoupled weight decay", resume="same", low=0.0)
+    max_grad_norm: float = key(1.0, "global gradient norm above which gradients are clipped", resume="same", above=0.0)
+    epochs: int = key(6, "passes over the training documents", unit="epochs", resume="grow", low=1)
+    rows_per_update: int = key(0, "rows of one update over all ranks; 0: from tokens_per_update", unit="rows", resume="same", low=0)
+    tokens_per_update: int = key(32768, "tokens of one update over all ranks", unit="tokens", resume="same", low=1)
+    max_updates: int = key(0, "stop after so many updates; 0: after the epochs", unit="updates", resume="grow", low=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    gamma: float = key(0.0, "decay of the loss weight exp(-(k-1)/gamma) along a block; 0: 7, 5, 4 for blocks of 16, 10, 8",
+                       resume="same", low=0.0)
+    chunk_tokens: int = key(2048, "draft tokens whose logits exist at once", unit="tokens", resume="same", low=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eval:
+    every: int = key(100, "updates between evaluations on held-out text", unit="updates", resume="same", low=1)
+    documents: int = key(64, "held-out documents of an evaluation", unit="documents", resume="same", low=1)
+    prompts: int = key(32, "held-out prompts decoded for the table", unit="prompts", resume="free", low=1)
+    max_new_tokens: int = key(128, "longest decoded reply", unit="tokens", resume="free", low=1)
+    passes: int = key(3, "timed passes over the prompts; the median counts", unit="passes", resume="free", low=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    every: int = key(100, "updates between checkpoints", unit="updates", resume="free", low=1)
+    keep: int = key(2, "newest checkpoints kept, beside the best", unit="checkpoints", resume="free", low=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    every: int = key(10, "updates between two lines of metrics fetched from the device", unit="updates", resume="free", low=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """All sections of a recipe; see `describe` for the text of `train --help`."""
+
+    run: Run = Run()
+    target: Target = Target()
+    data: Data = Data()
+    drafter: Drafter = Drafter()
+    shapes: Shapes = Shapes()
+    optimizer: Optimizer = Optimizer()
+    loss: Loss = Loss()
+    eval: Eval = Eval()
+    checkpoint: Checkpoint = Checkpoint()
+    progress: Progress = Progress()
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.run.out) / self.run.name
+
+
+def load_recipe(path: str | Path, overrides: list[str] = ()) -> Recipe:
+    """Read a recipe file and apply `section.key=value` overrides.
+
+    Raises: ConfigError naming the key, what was expected, what came and the nearest key.
+    """
+    path = Path(path)
+    if path.is_dir() or not path.exists():
+        got = "a folder" if path.is_dir() else "no such file"
+        raise ConfigError("recipe", path, expected="a TOML file", got=got, fix="give the path of a recipe, for example runs/tiny.toml")
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError("recipe", path, expected="TOML in UTF-8", got=str(error), fix="mend that line") from error
+    return build_recipe(tables, overrides, source=str(path))
+
+
+def build_recipe(tables: dict, overrides: list[str] = (), *, source: str) -> Recipe:
+    """Turn parsed TOML and overrides into a checked Recipe. source: the recipe's path; its stem is the default run.name."""
+    sections = {field.name: field.type for field in dataclasses.fields(Recipe)}
+    values: dict[str, dict] = {name: {} for name in sections}
+    for name, table in tables.items():
+        _known(name, sections, f"section of {source}")
+        if not isinstance(table, dict):
+            raise ConfigError("section", name, expected="a table of keys", got=repr(table), fix=f"write [{name}] and its keys below it")
+        for key_name, value in table.items():
+            field = _known(key_name, _fields(sections[name]), f"recipe key of [{name}]")
+            values[name][key_name] = _from_toml(value, field, f"{name}.{key_name}")
+    for override in overrides:
+        name, key_name, text = _split(override)
+        _known(name, sections, "section")
+        field = _known(key_name, _fields(sections[name]), f"recipe key of [{name}]")
+        values[name][key_name] = _from_text(text, field, f"{name}.{key_name}")
+    recipe = Recipe(**{name: cls(**values[name]) for name, cls in sections.items()})
+    if not recipe.run.name:
+        recipe = dataclasses.replace(recipe, run=dataclasses.replace(recipe.run, name=Path(source).stem))
+    _check(recipe)
+    return recipe
+
+
+def _fields(section: type) -> dict[str, dataclasses.Field]:
+    return {field.name: field for field in dataclasses.fields(section)}
+
+
+def _known(name: str, known: dict, thing: str):
+    """The entry of `known` called `name`, or an error that names the nearest."""
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        fix = f"did you mean '{near[0]}'? All: {', '.join(known)}" if near else f"use one of {', '.join(known)}"
+        raise ConfigError(thing, name, expected="a known name", got=f"'{name}'", fix=fix)
+    return known[name]
+
+
+def _split(override: str) -> tuple[str, str, str]:
+    left, equals, text = override.partition("=")
+    section, dot, key_name = left.strip().partition(".")
+    if not (equals and dot and section and key_name):
+        raise ConfigError("override", override, expected="section.key=value", got=f"'{override}'", fix="write for example optimizer.epochs=2")
+    return section, key_name, text.strip()
+
+
+def _wrong(where: str, field: dataclasses.Field, got: object) -> ConfigError:
+    unit = field.metadata["unit"]
+    return ConfigError("recipe key", where, expected=_type_name(field) + (f" in {unit}" if unit else ""), got=repr(got),
+                       fix=f"give {field.metadata['doc']}")
+
+
+def _from_toml(value, field: dataclasses.Field, where: str):
+    """A TOML value as the field's type; int for float is fine, one string for a list of strings too."""
+    kind = field.type
+    if isinstance(kind, types.GenericAlias):
+        item = typing.get_args(kind)[0]
+        items = value if isinstance(value, list) else [value]
+        if not all(type(i) is item for i in items):
+            raise _wrong(where, field, value)
+        return tuple(items)
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise _wrong(where, field, value)
+    return value
+
+
+def _from_text(text: str, field: dataclasses.Field, where: str):
+    """An override's text as the field's type; lists are separated by commas."""
+    kind = field.type
+    if isinstance(kind, types.GenericAlias):
+        item = typing.get_args(kind)[0]
+        parts = [part.strip() for part in text.strip("[]").split(",") if part.strip()]
+        return tuple(_scalar(part, item, field, where) for part in parts)
+    return _scalar(text, kind, field, where)
+
+
+def _scalar(text: str, kind: type, field: dataclasses.Field, where: str):
+    if kind is str:
+        return text
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
+            raise _wrong(where, field, text)
+        return text.lower() == "true"
+    try:
+        return kind(text.replace("_", ""))
+    except ValueError as error:
+        raise _wrong(where, field, text) from error
+
+
+def _check(recipe: Recipe) -> None:
+    """Values against their bounds and against each other."""
+    for section in dataclasses.fields(recipe):
+        for field in dataclasses.fields(section.type):
+            value, meta, where = getattr(getattr(recipe, section.name), field.name), field.metadata, f"{section.name}.{field.name}"
+            if value == REQUIRED:
+                raise ConfigError("recipe key", where, expected=_type_name(field), got="nothing", fix=f"give {meta['doc']}")
+            if meta["choices"] and value not in meta["choices"]:
+                near = difflib.get_close_matches(str(value), meta["choices"], n=1)
+                fix = f"did you mean '{near[0]}'?" if near else f"give {meta['doc']}"
+                raise ConfigError("recipe key", where, expected=f"one of {', '.join(meta['choices'])}", got=repr(value), fix=fix)
+            if isinstance(value, float) and not abs(value) < float("inf"):
+                raise ConfigError("recipe key", where, expected="a finite number", got=repr(value), fix=f"give {meta['doc']}")
+            if meta["low"] is not None and value < meta["low"] or meta["above"] is not None and not value > meta["above"]:
+                bound = f"at least {meta['low']}" if meta["low"] is not None else f"above {meta['above']}"
+                raise ConfigError("recipe key", where, expected=f"{_type_name(field)} {bound}", got=repr(value), fix=f"give {meta['doc']}")
+    _check_together(recipe)
+
+
+def _check_together(recipe: Recipe) -> None:
+    for name in ("train", "held_out"):
+        if not getattr(recipe.data, name):
+            raise ConfigError("recipe key", f"data.{name}", expected="at least one file", got="nothing",
+                              fix=f"write {name} = \"conversations.jsonl\" under [data]")
+    if not recipe.run.name or Path(recipe.run.name).name != recipe.run.name or recipe.run.name in (".", ".."):
+        raise ConfigError("recipe key", "run.name", expected="a plain folder name", got=repr(recipe.run.name), fix="leave out slashes")
+    for name in ("beta1", "beta2", "warmup_fraction"):
+        value = getattr(recipe.optimizer, name)
+        if not value < 1.0:
+            raise ConfigError("recipe key", f"optimizer.{name}", expected="a number below 1", got=repr(value), fix="give 0.9, for example")
+    if recipe.checkpoint.every % recipe.eval.every and recipe.eval.every % recipe.checkpoint.every:
+        raise ConfigError(
+            "recipe key", "checkpoint.every", expected=f"a multiple or a divisor of eval.every ({recipe.eval.every})",
+            got=str(recipe.checkpoint.every), cause="the best checkpoint is chosen by an evaluation at the same update",
+            fix=f"write checkpoint.every = {recipe.eval.every}",
+        )
+    ids = recipe.drafter.target_layer_ids
+    if any(i < 0 for i in ids) or list(ids) != sorted(set(ids)):
+        raise ConfigError("recipe key", "drafter.target_layer_ids", expected="rising 0-based layer numbers, none twice",
+                          got=str(list(ids)), fix="list each tapped layer once, for example 1,3,5,7,9")
+
+
+def _type_name(field: dataclasses.Field) -> str:
+    if isinstance(field.type, types.GenericAlias):
+        return f"list of {typing.get_args(field.type)[0].__name__}"
+    return {"int": "whole number", "float": "number", "str": "text", "bool": "true or false"}[field.type.__name__]
+
+
+def _toml_value(value) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    if isinstance(value, str):
+        import json
+
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value)
+
+
+def to_toml(recipe: Recipe) -> str:
+    """The whole recipe as TOML that `load_recipe` reads back to an equal Recipe."""
+    lines = []
+    for section in dataclasses.fields(recipe):
+        lines.append(f"[{section.name}]")
+        part = getattr(recipe, section.name)
+        lines += [f"{field.name} = {_toml_value(getattr(part, field.name))}" for field in dataclasses.fields(part)]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def describe() -> str:
+    """Every key with type, default, unit, what it may do at a resume, and one line; what `train RECIPE --help` prints."""
+    lines = []
+    for section in dataclasses.fields(Recipe):
+        lines.append(f"\n[{section.name}]")
+        for field in dataclasses.fields(section.type):
+            meta = field.metadata
+            default = "required" if field.default == REQUIRED else f"default {_toml_value(field.default)}"
+            unit = f", {meta['unit']}" if meta["unit"] else ""
+            choices = f" ({' | '.join(meta['choices'])})" if meta["choices"] else ""
+            lines.append(f"  {section.name}.{field.name}: {_type_name(field)}{unit}, {default}, at resume {meta['resume']}")
+            lines.append(f"      {meta['doc']}{choices}")
+    return "\n".join(lines)
+
+
+def check_resume(old: Recipe, new: Recipe) -> None:
+    """Refuse to continue `old` as `new` where a key that changes the updates differs.
+
+    Raises: ConfigError naming every such key with both values.
+    """
+    changed = []
+    for section in dataclasses.fields(Recipe):
+        for field in dataclasses.fields(section.type):
+            before, after = getattr(getattr(old, section.name), field.name), getattr(getattr(new, section.name), field.name)
+            rule = field.metadata["resume"]
+            shrank = rule == "grow" and before != after and (after < before and after != 0 or before == 0)
+            if (rule == "same" and before != after) or shrank:
+                changed.append(f"{section.name}.{field.name} {_toml_value(before)} -> {_toml_value(after)}")
+    if changed:
+        raise ConfigError(
+            "run", new.folder, expected="the keys it began with", got="; ".join(changed),
+            cause="these keys change the updates already made",
+            fix="set them back, or start a new run with run.name=OTHER",
+        )

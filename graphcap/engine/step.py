@@ -1,0 +1,106 @@
+"""The step: one micro step of one row, one update, one evaluation. The same functions run eagerly and are captured.
+
+A micro step is: the target's features of the row, block mask, drafter, head and loss, backward, gradients and statistics
+added to the flat sums. An update is one AdamW step on those sums. Nothing here reads a value on the host.
+
+Calls: engine/buckets.py. Called functions: model/blocks.py, model/drafter.py, model/loss.py, engine/optimizer.py.
+"""
+
+import torch
+from torch import Tensor
+
+from graphcap.engine.optimizer import FlatState, Hyper, apply_update
+from graphcap.engine.slots import Buffer, Slot
+from graphcap.model.attention import attention_for
+from graphcap.model.blocks import UNUSED, Blocks, leading_matches, make_blocks
+from graphcap.model.drafter import Drafter
+from graphcap.model.loss import head_loss
+from graphcap.model.target import Target
+
+RING = 4096  # updates whose metrics wait on the device until the host fetches them
+
+
+class DrafterStep:
+    """Target, drafter, loss and optimizer state, and the three functions that an engine launches or captures."""
+
+    def __init__(self, target: Target, drafter: Drafter, *, decay: list[float], hyper: Hyper, chunk_tokens: int) -> None:
+        """drafter: initialised; its parameters become views of the flat weights, in the target's dtype on its device."""
+        self.target, self.drafter, self.hyper, self.chunk_tokens = target, drafter, hyper, chunk_tokens
+        device, dtype = target.head_VD.device, target.head_VD.dtype
+        self.device, self.block_size = device, drafter.config.block_size
+        self.attention = attention_for(device)
+        self.decay_J = torch.tensor(decay, dtype=torch.float32, device=device)
+        # statistics of an update: loss sum, weight sum, blocks with a label, matches in all, matches of each slot
+        self.state = FlatState(drafter, num_statistics=4 + len(decay), dtype=dtype, device=device)
+        self.ring = torch.zeros(RING, len(self.metric_names), dtype=torch.float32, device=device)
+
+    @property
+    def metric_names(self) -> list[str]:
+        """Columns of the ring, one row an update."""
+        slots = [f"match_share_{k}" for k in range(1, self.block_size)]
+        return ["loss", "block_match", "learning_rate", "grad_norm", "empty", "skipped", "anchors", *slots]
+
+    def buffers(self, length: int, num_anchors: int) -> tuple[Buffer, ...]:
+        """The host-filled buffers of a bucket. Padding tokens have position 0: each is a document of its own."""
+        return (
+            Buffer("token_ids", length, pad_value=0),
+            Buffer("position", length, pad_value=0),
+            Buffer("supervised", length, pad_value=0),
+            Buffer("anchors", num_anchors, pad_value=UNUSED),
+        )
+
+    def features_of(self, slot: Slot) -> Tensor:
+        """A new static feature buffer for a slot: [T, L·D] in the target's dtype."""
+        return torch.empty(slot["token_ids"].numel(), self.target.num_features, dtype=self.target.head_VD.dtype, device=self.device)
+
+    def micro(self, slot: Slot, features_TF: Tensor) -> None:
+        """Forward and backward of the row in `slot`; gradients and statistics are added to the flat sums. Capture: safe."""
+        blocks, loss_sum, correct_NJ = self._forward(slot, features_TF)
+        gradients = torch.autograd.grad(loss_sum, self.state.parameters)
+        self.state.accumulate(gradients)
+        self.state.statistics.add_(self._statistics(blocks, loss_sum.detach(), correct_NJ))
+
+    @torch.no_grad()
+    def evaluate(self, slot: Slot, features_TF: Tensor) -> tuple[Tensor, Tensor]:
+        """Forward only: the row's statistics, float32 [4 + J], and which slots are right, bool [N, J]. Capture: safe."""
+        blocks, loss_sum, correct_NJ = self._forward(slot, features_TF)
+        return self._statistics(blocks, loss_sum, correct_NJ), correct_NJ
+
+    def update(self) -> None:
+        """One optimizer update from the sums; its metrics go to row `counter % RING` of the ring. Capture: safe."""
+        statistics, state = self.state.statistics.clone(), self.state
+        row = torch.remainder(state.counter, RING)[None]
+        weight_sum, num_blocks = statistics[1], statistics[2]
+        applied = apply_update(state, weight_sum, self.hyper)
+        means = statistics[3:] / num_blocks.clamp(min=1)
+        loss = statistics[0] / weight_sum
+        metrics = torch.stack((
+            loss, means[0] + 1, applied["learning_rate"], applied["grad_norm"], applied["empty"], applied["skipped"], num_blocks,
+        ))
+        self.ring.index_copy_(0, row, torch.cat((metrics, means[1:]))[None])
+
+    def _forward(self, slot: Slot, features_TF: Tensor) -> tuple[Blocks, Tensor, Tensor]:
+        token_ids_T, position_T = slot["token_ids"], slot["position"]
+        self.target.features(token_ids_T, position_T, features_TF)
+        blocks = make_blocks(
+            token_ids_T, position_T, slot["supervised"], slot["anchors"],
+            decay_J=self.decay_J, mask_token_id=self.drafter.config.mask_token_id,
+        )
+        mask = self.attention.mask(blocks.visibility, blocks.token_ids_Q.numel())
+        context = self.drafter.context(features_TF, position_T)
+        embeddings_QD = self.target.embed(blocks.token_ids_Q)
+        hidden_QD = self.drafter(
+            embeddings_QD, blocks.position_Q, context, lambda q, k, v: self.attention(q, k, v, mask, self.drafter.scale)
+        )
+        hidden_NKD = hidden_QD.unflatten(0, (-1, self.block_size))
+        loss_sum, correct_M = head_loss(
+            hidden_NKD[:, 1:].flatten(0, 1), self.target.head_VD, blocks.label_NJ.flatten(), blocks.weight_NJ.flatten(),
+            chunk_tokens=self.chunk_tokens,
+        )
+        return blocks, loss_sum, correct_M.view_as(blocks.label_NJ) & (blocks.weight_NJ > 0)
+
+    def _statistics(self, blocks: Blocks, loss_sum: Tensor, correct_NJ: Tensor) -> Tensor:
+        """loss sum, weight sum, blocks with a label, sum of leading matches, right predictions of each slot: float32 [4 + J]."""
+        num_blocks = (blocks.weight_NJ[:, 0] > 0).sum()
+        head = torch.stack((loss_sum, blocks.weight_NJ.sum(), num_blocks.float(), leading_matches(correct_NJ).sum().float()))
+        return torch.cat((head, correct_NJ.float().sum(0)))

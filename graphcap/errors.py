@@ -1,0 +1,43 @@
+"""The one way to fail: what was wrong, what was expected, what came, and what to do.
+
+Every error a user can cause has the form `<thing> '<name>': expected …, got …; <cause>. Fix: <what to do>.` and ends the
+process with exit code 2. A failure of CUDA is a `CaptureError` (exit code 1). Our own bugs are plain `assert`s.
+"""
+
+
+class GraphcapError(Exception):
+    """Base of all errors of graphcap. `exit_code` is what the command line returns."""
+
+    exit_code = 1
+
+    def __init__(self, thing: str, name: object, *, expected: str, got: str, fix: str, cause: str = "") -> None:
+        """thing: what kind of thing is wrong ("recipe key"); name: which one; the rest fills the one sentence form."""
+        self.thing, self.name, self.expected, self.got, self.cause, self.fix = thing, str(name), expected, got, cause, fix
+        because = f"; {cause}" if cause else ""
+        super().__init__(f"{thing} '{name}': expected {expected}, got {got}{because}. Fix: {fix}.")
+
+
+class UserError(GraphcapError, ValueError):
+    """Something the user must mend: exit code 2."""
+
+    exit_code = 2
+
+
+class ConfigError(UserError):
+    """A recipe, an override or a command line that cannot be used."""
+
+
+class DataError(UserError):
+    """A conversation, a file of conversations or a plan made from them that cannot be used."""
+
+
+class ShapeError(UserError):
+    """A tensor that does not fit its buffer, or a row that fits no bucket."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint or drafter folder that is incomplete, damaged or belongs to something else."""
+
+
+class CaptureError(GraphcapError, RuntimeError):
+    """CUDA refused to capture or replay."""

@@ -1,0 +1,177 @@
+"""`graphcap eval`: real speculative decoding on prompts, measured against plain greedy decoding and prompt lookup.
+
+`measure` does the decoding and returns one result; train.py ends with it, the verb prints it for any run or drafter
+folder. The table itself is ops/report.py's.
+"""
+
+import json
+import statistics
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from graphcap.config import Recipe, load_recipe
+from graphcap.data.conversations import read_conversations
+from graphcap.errors import ConfigError, DataError
+from graphcap.model.decode import Reply, decode_plain, decode_speculative, prompt_lookup_committed
+from graphcap.model.drafter import Drafter
+from graphcap.model.target import Target, device_and_dtype, load_model, load_tokenizer
+from graphcap.ops import checkpoint, report
+from graphcap.ops.export import WEIGHTS, read_drafter
+
+TIE = 1e-4  # two largest logits closer than this: greedy decoding has no one right answer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """Tokenised prompts, and when a reply ends."""
+
+    token_ids: list[list[int]]
+    stop_ids: set[int]
+    max_new_tokens: int
+
+
+def load_prompts(paths: tuple[str, ...], tokenizer, *, count: int, max_new_tokens: int, stop_ids: set[int]) -> Prompts:
+    """The first `count` conversations' text up to the first assistant turn, as the target is served it.
+
+    Raises: DataError if a file has none.
+    """
+    prompts = []
+    for conversation in read_conversations(paths, on_bad_line="error", dropped=Counter()):
+        roles = [message["role"] for message in conversation.messages]
+        turn = roles.index("assistant") if "assistant" in roles else len(roles)
+        if turn:
+            encoded = tokenizer.apply_chat_template(
+                conversation.messages[:turn], add_generation_prompt=True, tokenize=True, return_dict=True
+            )
+            prompts.append(list(encoded["input_ids"]))
+        if len(prompts) == count:
+            break
+    if not prompts:
+        raise DataError("prompts", ", ".join(paths), expected="at least one conversation with a user turn", got="none",
+                        fix="give JSONL with messages that begin with a user turn")
+    return Prompts(token_ids=prompts, stop_ids=stop_ids, max_new_tokens=max_new_tokens)
+
+
+def stop_ids_of(model, tokenizer) -> set[int]:
+    """Every token that ends a reply: the generation config's and the tokenizer's end-of-sequence."""
+    ids = model.generation_config.eos_token_id if model.generation_config is not None else None
+    found = set(ids) if isinstance(ids, (list, tuple)) else {ids}
+    return (found | {tokenizer.eos_token_id}) - {None}
+
+
+def measure(target: Target, drafter: Drafter, prompts: Prompts, *, passes: int, before: Drafter | None, say) -> dict:
+    """Decode every prompt plainly and with the drafter, `passes` times by turns, and compare.
+
+    before: the drafter as it was before training, decoded once, or None. say: called with a line of what happens next.
+    Returns the result that ops/report.table prints. Raises: nothing of its own.
+    """
+    limits = {"max_new_tokens": prompts.max_new_tokens, "stop_ids": prompts.stop_ids}
+    plain_s, drafted_s = [], []
+    plain = drafted = []
+    say(f"decoding {len(prompts.token_ids)} held-out prompts, plain and with the drafter, {passes} times")
+    for _ in range(passes):
+        plain = [decode_plain(target, prompt, **limits) for prompt in prompts.token_ids]
+        drafted = [decode_speculative(target, drafter, prompt, **limits) for prompt in prompts.token_ids]
+        plain_s.append(_seconds_per_token(plain))
+        drafted_s.append(_seconds_per_token(drafted))
+    texts = [reply.token_ids for reply in plain]
+    looked_up = [
+        prompt_lookup_committed(prompt, text, block_size=drafter.config.block_size)
+        for prompt, text in zip(prompts.token_ids, texts, strict=True)
+    ]
+    result = {
+        "prompts": len(texts), "max_new_tokens": prompts.max_new_tokens, "passes": passes,
+        "dtype": str(target.head_VD.dtype).removeprefix("torch."), "device": target.head_VD.device.type,
+        "after": report.acceptance([reply.committed for reply in drafted]),
+        "prompt_lookup": report.acceptance(looked_up),
+        "plain_s_per_token": statistics.median(plain_s), "speculative_s_per_token": statistics.median(drafted_s),
+        "distinct_4grams": report.distinct_4grams(texts),
+        "survival": report.survival([reply.accepted for reply in drafted], drafter.config.block_size),
+        **_costs(plain, drafted),
+        **compare(plain, drafted),
+    }
+    if before is not None:
+        untrained = [decode_speculative(target, before, prompt, **limits) for prompt in prompts.token_ids]
+        result["before"] = report.acceptance([reply.committed for reply in untrained])
+    return result
+
+
+def _seconds_per_token(replies: list[Reply]) -> float:
+    """Decoding seconds ÷ tokens after each reply's first, which comes with the prompt."""
+    return sum(reply.decode_s for reply in replies) / max(1, sum(len(reply.token_ids) - 1 for reply in replies))
+
+
+def _costs(plain: list[Reply], drafted: list[Reply]) -> dict[str, float]:
+    """What verifying and drafting a block cost, in plain decoding steps."""
+    step_s = _seconds_per_token(plain)
+    visits = max(1, sum(len(reply.accepted) for reply in drafted))
+    drafting = sum(reply.draft_s for reply in drafted) / visits
+    whole = sum(reply.decode_s for reply in drafted) / visits
+    return {"draft_cost": drafting / step_s, "verify_cost": (whole - drafting) / step_s}
+
+
+def compare(plain: list[Reply], drafted: list[Reply]) -> dict:
+    """How many replies are equal token for token; each first difference is a tie or a real difference, in words."""
+    equal, ties, differences = 0, [], []
+    for number, (left, right) in enumerate(zip(plain, drafted, strict=True)):
+        if left.token_ids == right.token_ids:
+            equal += 1
+            continue
+        pairs = zip(left.token_ids, right.token_ids)
+        place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left.token_ids), len(right.token_ids)))
+        gap = left.gaps[place] if place < len(left.gaps) else float("inf")
+        line = f"prompt {number}, token {place}: the two largest logits are {gap:.1e} apart"
+        (ties if gap <= TIE else differences).append(line)
+    return {"equal": equal, "ties": ties, "differences": differences}
+
+
+def run_eval(folders: list[str], *, target_path: str | None, prompt_paths: list[str], settings: dict) -> list[dict]:
+    """Measure every run or drafter folder and print its table; the verb `eval`.
+
+    target_path and prompt_paths: as the run has them where not given. settings: prompts, max_new_tokens, passes, or None.
+    Raises: ConfigError if a folder is neither a run nor a drafter, or if a drafter folder comes without target and prompts.
+    """
+    results = []
+    for folder in map(Path, folders):
+        recipe = load_recipe(folder / "config.toml") if (folder / "config.toml").is_file() else None
+        weights = checkpoint.best(folder / "checkpoints") or checkpoint.newest(folder / "checkpoints")[0] if recipe else folder
+        if weights is None or not (weights / WEIGHTS).is_file():
+            raise ConfigError("folder", folder, expected=f"a run with a complete checkpoint, or a drafter's folder with {WEIGHTS}",
+                              got="neither", fix="give runs/out/NAME, or a folder in z-lab's format")
+        if recipe is None and not (target_path and prompt_paths):
+            raise ConfigError("folder", folder, expected="--target and --prompts beside a drafter's folder", got="only the folder",
+                              fix=f"graphcap eval {folder} --target FOLDER --prompts FILE.jsonl")
+        result = _measure_folder(weights, recipe, target_path, prompt_paths, settings)
+        results.append({"folder": str(folder), **result})
+    return results
+
+
+def _measure_folder(weights: Path, recipe: Recipe | None, target_path: str | None, prompt_paths: list[str], settings: dict) -> dict:
+    device, dtype = device_and_dtype(recipe.run.device if recipe else "auto", recipe.target.dtype if recipe else "auto")
+    path = target_path or recipe.target.path
+    revision = "main" if target_path or recipe is None else recipe.target.revision
+    trust = bool(recipe and not target_path and recipe.target.trust_remote_code)
+    tokenizer = load_tokenizer(path, revision=revision, trust_remote_code=trust)
+    model = load_model(path, revision=revision, dtype=dtype, device=device, trust_remote_code=trust)
+    drafter = read_drafter(weights, dtype=dtype, device=device)
+    target = Target(model, drafter.config.target_layer_ids)
+    section = recipe.eval if recipe else None
+    chosen = {name: settings[name] or (getattr(section, name) if section else None) for name in settings}
+    prompts = load_prompts(
+        tuple(prompt_paths) or recipe.data.held_out, tokenizer, count=chosen["prompts"] or 32,
+        max_new_tokens=chosen["max_new_tokens"] or 128, stop_ids=stop_ids_of(model, tokenizer),
+    )
+    result = measure(target, drafter, prompts, passes=chosen["passes"] or 3, before=None, say=lambda line: None)
+    return {**result, "weights": str(weights)}
+
+
+def print_results(results: list[dict], *, as_json: bool) -> None:
+    """Every result as a table under its folder, or all as one JSON document."""
+    if as_json:
+        print(json.dumps(results, indent=1))
+        return
+    for result in results:
+        print(f"{result['folder']}\n{report.table(result)}\n")

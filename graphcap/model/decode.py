@@ -1,0 +1,179 @@
+"""Decoding one sequence: plain greedy, speculative with a drafter, and prompt lookup as the baseline without a model.
+
+Speculative decoding is exact at temperature 0: a draft is kept only while it is the target's own choice. This file knows
+no graph. Calls: eval.py, tests.
+Source: z-lab/dflash 44947fb, dflash_generate, for the order of steps.
+"""
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from graphcap.model.drafter import Drafter
+from graphcap.model.target import KeyValueCache, Target
+
+
+@dataclass
+class Reply:
+    """One decoded reply. The first token comes from the prompt's own forward and belongs to no verification."""
+
+    token_ids: list[int] = field(default_factory=list)
+    committed: list[int] = field(default_factory=list)  # tokens each verification added, cut at the stop token and limit
+    accepted: list[int] = field(default_factory=list)  # leading matches + 1 of each verification, not cut
+    gaps: list[float] = field(default_factory=list)  # largest minus second largest logit of each token, plain decoding only
+    prefill_s: float = 0.0
+    decode_s: float = 0.0  # all tokens after the first
+    draft_s: float = 0.0  # of decode_s, the drafter's part
+
+
+class DrafterCache:
+    """Keys and values of the context in every drafter layer, up to `max_length` tokens."""
+
+    def __init__(self, max_length: int) -> None:
+        self.max_length, self.length = max_length, 0
+        self.layers: list[tuple[Tensor, Tensor]] = []
+
+    def append(self, drafter: Drafter, features_SF: Tensor) -> None:
+        """Add the context of the next S tokens. features_SF: [S, L·D]."""
+        start, end = self.length, self.length + features_SF.shape[0]
+        position_S = torch.arange(start, end, device=features_SF.device)
+        new = drafter.context(features_SF, position_S)
+        if not self.layers:
+            self.layers = [tuple(part.new_empty(part.shape[0], self.max_length, part.shape[2]) for part in pair) for pair in new]
+        for kept, added in zip(self.layers, new, strict=True):
+            kept[0][:, start:end] = added[0]
+            kept[1][:, start:end] = added[1]
+        self.length = end
+
+    def context(self) -> list[tuple[Tensor, Tensor]]:
+        return [(k[:, : self.length], v[:, : self.length]) for k, v in self.layers]
+
+
+def draft(drafter: Drafter, target: Target, cache: DrafterCache, token_id: int) -> Tensor:
+    """The drafter's K-1 most likely tokens after `token_id`, which stands right behind the cached context: int64 [K-1]."""
+    config, device = drafter.config, target.head_VD.device
+    token_ids_K = torch.full((config.block_size,), config.mask_token_id, device=device)
+    token_ids_K[0] = token_id
+    position_K = torch.arange(cache.length, cache.length + config.block_size, device=device)
+
+    def attend(q, k, v):  # every query of the block sees the whole context and the whole block
+        gqa = q.shape[0] != k.shape[0]
+        return torch.nn.functional.scaled_dot_product_attention(
+            q[None], k[None], v[None], scale=drafter.scale, enable_gqa=gqa
+        )[0]
+
+    hidden_KD = drafter(target.embed(token_ids_K), position_K, cache.context(), attend)
+    return (hidden_KD[1:] @ target.head_VD.T).argmax(dim=-1)
+
+
+@torch.no_grad()
+def decode_plain(target: Target, prompt_ids: list[int], *, max_new_tokens: int, stop_ids: set[int]) -> Reply:
+    """Greedy decoding, one token a forward, on the same cache and code as `decode_speculative`."""
+    reply, cache, device = Reply(), KeyValueCache(len(prompt_ids) + max_new_tokens + 1), target.head_VD.device
+    begin = time.perf_counter()
+    logits, _ = target.extend(torch.tensor(prompt_ids, device=device), cache, last_only=True)
+    cache.length = len(prompt_ids)
+    _commit_plain(reply, logits)
+    reply.prefill_s, begin = time.perf_counter() - begin, time.perf_counter()
+    while len(reply.token_ids) < max_new_tokens and reply.token_ids[-1] not in stop_ids:
+        logits, _ = target.extend(torch.tensor(reply.token_ids[-1:], device=device), cache)
+        cache.length += 1
+        _commit_plain(reply, logits)
+    reply.decode_s = time.perf_counter() - begin
+    return reply
+
+
+def _commit_plain(reply: Reply, logits_1V: Tensor) -> None:
+    top = logits_1V[-1].topk(2)
+    reply.token_ids.append(int(top.indices[0]))
+    reply.gaps.append(float(top.values[0] - top.values[1]))
+
+
+@torch.no_grad()
+def decode_speculative(
+    target: Target, drafter: Drafter, prompt_ids: list[int], *, max_new_tokens: int, stop_ids: set[int]
+) -> Reply:
+    """Greedy speculative decoding: draft a block, verify it in one target forward, keep the leading matches and one more."""
+    block_size, device = drafter.config.block_size, target.head_VD.device
+    max_length = len(prompt_ids) + max_new_tokens + block_size + 1
+    reply, cache, drafter_cache = Reply(), KeyValueCache(max_length), DrafterCache(max_length)
+    begin = time.perf_counter()
+    logits, features = target.extend(torch.tensor(prompt_ids, device=device), cache, last_only=True)
+    cache.length = len(prompt_ids)
+    drafter_cache.append(drafter, features)
+    reply.token_ids.append(int(logits[-1].argmax()))
+    reply.prefill_s, begin = time.perf_counter() - begin, time.perf_counter()
+    while len(reply.token_ids) < max_new_tokens and reply.token_ids[-1] not in stop_ids:
+        drafting = time.perf_counter()
+        drafted = draft(drafter, target, drafter_cache, reply.token_ids[-1])
+        proposed = drafted.tolist()
+        reply.draft_s += time.perf_counter() - drafting
+        block = torch.cat((torch.tensor(reply.token_ids[-1:], device=device), drafted))
+        logits, features = target.extend(block, cache)
+        chosen = logits.argmax(dim=-1).tolist()
+        matches = leading_match_count(proposed, chosen)
+        cache.length += matches + 1
+        drafter_cache.append(drafter, features[: matches + 1])
+        kept = cut(chosen[: matches + 1], stop_ids=stop_ids, room=max_new_tokens - len(reply.token_ids))
+        reply.token_ids += kept
+        reply.accepted.append(matches + 1)
+        reply.committed.append(len(kept))
+    reply.decode_s = time.perf_counter() - begin
+    return reply
+
+
+def leading_match_count(drafted: list[int], chosen: list[int]) -> int:
+    """How many drafts, from the first on, are the target's own choice."""
+    for count, (left, right) in enumerate(zip(drafted, chosen)):
+        if left != right:
+            return count
+    return min(len(drafted), len(chosen))
+
+
+def cut(token_ids: list[int], *, stop_ids: set[int], room: int) -> list[int]:
+    """Up to and including the first stop token, at most `room` tokens."""
+    for place, token_id in enumerate(token_ids[:room]):
+        if token_id in stop_ids:
+            return token_ids[: place + 1]
+    return token_ids[:room]
+
+
+def prompt_lookup_committed(prompt_ids: list[int], reply_ids: list[int], *, block_size: int, longest: int = 3) -> list[int]:
+    """What prompt lookup would commit at each verification of this reply, with drafts as long as the drafter's.
+
+    The draft is what followed the most recent earlier occurrence of the longest suffix of up to `longest` tokens.
+    """
+    committed, place = [], 1  # the first token of the reply comes with the prompt's forward
+    while place < len(reply_ids):
+        text = prompt_ids + reply_ids[:place]
+        drafted = _looked_up(text, longest)[: block_size - 1]
+        matches = leading_match_count(drafted, reply_ids[place:])
+        step = min(matches + 1, len(reply_ids) - place)
+        committed.append(step)
+        place += step
+    return committed
+
+
+def _looked_up(text: list[int], longest: int) -> list[int]:
+    for size in range(min(longest, len(text) - 1), 0, -1):
+        suffix = text[-size:]
+        for first in range(len(text) - size - 1, -1, -1):
+            if text[first : first + size] == suffix:
+                return text[first + size :]
+    return []
+
+
+def walk(matches: dict[int, int], first: int, last: int) -> list[int]:
+    """Tokens a decode would commit at each verification of a document that the target wrote itself.
+
+    matches: leading matches of the block at each anchor. first: the reply's first token, which comes with the prompt.
+    last: the reply's last token. The next anchor stands matches + 1 further on.
+    """
+    committed, anchor = [], first
+    while anchor < last:
+        step = min(matches[anchor] + 1, last - anchor)
+        committed.append(step)
+        anchor += step
+    return committed

@@ -1,0 +1,207 @@
+"""The drafter: a small stack of decoder layers that reads the target's features and drafts a block at once.
+
+Parameter names and shapes are those of z-lab's DFlash, so that a state dict is the export. The drafter owns no embedding
+and no head; it borrows the target's. The context's keys and values of every layer depend on the features only, so they
+are made once, by `context`: training makes them for a row, decoding keeps them in a cache.
+
+Calls: engine/step.py, model/decode.py. Source: z-lab/dflash 44947fb, dflash/model.py.
+"""
+
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from graphcap.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterConfig:
+    """Sizes and conventions of a drafter. `target_layer_ids`: id i is the output of decoder layer i, 0-based."""
+
+    hidden_size: int  # D
+    num_layers: int
+    num_heads: int  # H
+    num_kv_heads: int  # G
+    head_dim: int  # C
+    intermediate_size: int
+    vocab_size: int  # V
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    block_size: int  # K
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+
+    def __post_init__(self) -> None:
+        ids, num_layers = self.target_layer_ids, self.num_target_layers
+        if not ids or list(ids) != sorted(set(ids)) or ids[0] < 0 or ids[-1] >= num_layers:
+            raise ConfigError(
+                "drafter key", "target_layer_ids", expected=f"rising layer numbers from 0 to {num_layers - 1}, none twice",
+                got=str(list(ids)), cause="id i means the output of decoder layer i of the target, counted from 0",
+                fix="list each tapped layer once, for example " + ",".join(map(str, tapped_layers(num_layers, min(5, num_layers)))),
+            )
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ConfigError("drafter key", "mask_token_id", expected=f"a row of the target's embedding, 0 to {self.vocab_size - 1}",
+                              got=str(self.mask_token_id), fix="name an unused token with drafter.mask_token")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError("drafter key", "num_kv_heads", expected=f"a divisor of num_heads ({self.num_heads})",
+                              got=str(self.num_kv_heads), fix="set drafter.num_heads and drafter.num_kv_heads")
+        if self.head_dim % 2:
+            raise ConfigError("drafter key", "head_dim", expected="an even number", got=str(self.head_dim), fix="set drafter.head_dim")
+
+    def to_dict(self) -> dict:
+        return {**asdict(self), "target_layer_ids": list(self.target_layer_ids)}
+
+
+def tapped_layers(num_target_layers: int, num_tapped: int) -> list[int]:
+    """Evenly spaced layers from 1 to L-4+1: round(1 + i·(L-4)/(n-1)); the middle one if n is 1.
+
+    Raises: ConfigError if the target is too shallow for `num_tapped` different layers.
+    Source: z-lab/dflash 44947fb, build_target_layer_ids.
+    """
+    if num_tapped == 1:
+        return [num_target_layers // 2]
+    ids = [round(1 + i * (num_target_layers - 4) / (num_tapped - 1)) for i in range(num_tapped)]
+    if len(set(ids)) != num_tapped or ids[0] < 0 or ids[-1] >= num_target_layers:
+        if num_tapped <= num_target_layers < 4 + num_tapped:  # too shallow to leave the ends out: the last layers
+            return list(range(num_target_layers - num_tapped, num_target_layers))
+        raise ConfigError("recipe key", "drafter.num_tapped_layers", expected=f"at most the target's {num_target_layers} layers",
+                          got=str(num_tapped), fix="set drafter.num_tapped_layers or drafter.target_layer_ids")
+    return ids
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) · weight over the last dimension, the mean in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def rotary_table(position_S: Tensor, *, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of the rotary angles, [S, C] in `dtype`; angles in float32 whatever the drafter's dtype."""
+    frequency = theta ** (-torch.arange(0, head_dim, 2, device=position_S.device, dtype=torch.float32) / head_dim)
+    angle = position_S.float()[:, None] * frequency
+    angle = torch.cat((angle, angle), dim=-1)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotate(x_HSC: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+    """Apply a rotary table to heads [H, S, C]."""
+    cos, sin = table
+    left, right = x_HSC.chunk(2, dim=-1)
+    return x_HSC * cos + torch.cat((-right, left), dim=-1) * sin
+
+
+class Attention(nn.Module):
+    """Queries from the block; keys and values from the context and from the block, by the same projections."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        hidden, head_dim = config.hidden_size, config.head_dim
+        self.head_dim = head_dim
+        self.q_proj = nn.Linear(hidden, config.num_heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(hidden, config.num_kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(hidden, config.num_kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(config.num_heads * head_dim, hidden, bias=False)
+        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps)
+
+    def keys_values(self, x_SD: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values [G, S, C] of context features or block states [S, D]."""
+        k_GSC = self._heads(self.k_proj(x_SD))
+        return rotate(self.k_norm(k_GSC), table), self._heads(self.v_proj(x_SD))
+
+    def forward(self, x_QD: Tensor, table: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], attend) -> Tensor:
+        """attend(q_HQC, k_GSC, v_GSC) -> [H, Q, C] over the keys [context | block]."""
+        q_HQC = rotate(self.q_norm(self._heads(self.q_proj(x_QD))), table)
+        k_GQC, v_GQC = self.keys_values(x_QD, table)
+        k_GSC, v_GSC = torch.cat((context[0], k_GQC), dim=1), torch.cat((context[1], v_GQC), dim=1)
+        out_HQC = attend(q_HQC, k_GSC, v_GSC)
+        return self.o_proj(rearrange(out_HQC, "h q c -> q (h c)"))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return rearrange(x, "s (h c) -> h s c", c=self.head_dim)
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """Pre-norm attention and MLP with residuals, over block states only."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x_QD: Tensor, table: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], attend) -> Tensor:
+        x_QD = x_QD + self.self_attn(self.input_layernorm(x_QD), table, context, attend)
+        return x_QD + self.mlp(self.post_attention_layernorm(x_QD))
+
+
+class Drafter(nn.Module):
+    """features → context keys and values; block embeddings → final hidden states that the target's head turns into logits."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        hidden = config.hidden_size
+        self.fc = nn.Linear(len(config.target_layer_ids) * hidden, hidden, bias=False)
+        self.hidden_norm = RMSNorm(hidden, config.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(hidden, config.rms_norm_eps)
+
+    def initialize(self, seed: int) -> None:
+        """Normal(0, 0.02) matrices and norms of one, drawn on the CPU in float32: the same start on every device."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                if parameter.dim() == 1:
+                    parameter.fill_(1.0)
+                else:
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+
+    def context(self, features_SF: Tensor, position_S: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values [G, S, C] of every layer for the features [S, L·D] of context tokens at `position_S`."""
+        fused_SD = self.hidden_norm(self.fc(features_SF))
+        table = self.table(position_S, fused_SD.dtype)
+        return [layer.self_attn.keys_values(fused_SD, table) for layer in self.layers]
+
+    def forward(self, embeddings_QD: Tensor, position_Q: Tensor, context: list[tuple[Tensor, Tensor]], attend) -> Tensor:
+        """Final hidden states [Q, D] of block embeddings [Q, D].
+
+        position_Q: int [Q], the document positions of the block's tokens. context: of every layer, from `context`.
+        attend(q_HQC, k_GSC, v_GSC) -> [H, Q, C]: attention over the keys [context | block]. Capture: safe.
+        """
+        table = self.table(position_Q, embeddings_QD.dtype)
+        x_QD = embeddings_QD
+        for layer, keys_values in zip(self.layers, context, strict=True):
+            x_QD = layer(x_QD, table, keys_values, attend)
+        return self.norm(x_QD)
+
+    def table(self, position_S: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return rotary_table(position_S, head_dim=self.config.head_dim, theta=self.config.rope_theta, dtype=dtype)
+
+    @property
+    def scale(self) -> float:
+        return self.config.head_dim**-0.5

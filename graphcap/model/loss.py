@@ -1,0 +1,52 @@
+"""Head and loss in one: logits exist only for a chunk of draft tokens, and their gradient is made where they are.
+
+The forward computes, chunk by chunk, the logits, the loss, the gradient of the logits and the gradient of the hidden
+states, so nothing of size tokens × vocabulary is kept and the head's matmul is never done twice. Slot 0 of a block is
+never sent here.
+
+Calls: engine/step.py.
+"""
+
+import torch
+from torch import Tensor
+
+
+def head_loss(
+    hidden_MD: Tensor, head_VD: Tensor, label_M: Tensor, weight_M: Tensor, *, chunk_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Weighted sum of cross-entropies, and which predictions are right.
+
+    hidden_MD: [M, D] in the head's dtype. head_VD: [V, D], frozen. label_M: int64 [M]. weight_M: float32 [M].
+    Returns the loss sum, float32 [], differentiable in the hidden states, and bool [M]: the largest logit is the label's.
+    Logits are taken to float32 before the softmax. Capture: safe.
+    """
+    return _HeadLoss.apply(hidden_MD, head_VD, label_M, weight_M, chunk_tokens)
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden_MD, head_VD, label_M, weight_M, chunk_tokens):
+        needs_gradient = ctx.needs_input_grad[0]
+        gradient_MD = torch.empty_like(hidden_MD) if needs_gradient else None
+        loss_M = torch.empty_like(weight_M)
+        correct_M = torch.empty_like(label_M, dtype=torch.bool)
+        for first in range(0, hidden_MD.shape[0], chunk_tokens):
+            part = slice(first, first + chunk_tokens)
+            logits = (hidden_MD[part] @ head_VD.T).float()
+            label = label_M[part, None]
+            correct_M[part] = logits.argmax(dim=1) == label[:, 0]
+            log_sum = logits.logsumexp(dim=1, keepdim=True)
+            loss_M[part] = (log_sum - logits.gather(1, label))[:, 0] * weight_M[part]
+            if needs_gradient:
+                gradient = logits.sub_(log_sum).exp_()
+                gradient.scatter_add_(1, label, torch.full_like(label, -1, dtype=gradient.dtype))
+                gradient.mul_(weight_M[part, None])
+                torch.mm(gradient.to(hidden_MD.dtype), head_VD, out=gradient_MD[part])
+        ctx.save_for_backward(*([gradient_MD] if needs_gradient else []))
+        ctx.mark_non_differentiable(correct_M)
+        return loss_M.sum(), correct_M
+
+    @staticmethod
+    def backward(ctx, upstream, _):
+        (gradient_MD,) = ctx.saved_tensors
+        return gradient_MD * upstream.to(gradient_MD.dtype), None, None, None, None

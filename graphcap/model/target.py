@@ -1,0 +1,241 @@
+"""The frozen target: features of a row for training, verification with a cache for decoding, its embedding and head.
+
+transformers runs the layers; attention is ours. We register one attention function, which hands queries, keys and values
+to the `attend` object that the caller passed into the forward: `RowAttention` keeps the documents of a row apart,
+`KeyValueCache` continues one sequence. transformers then builds no mask and no cache of its own, so nothing in a forward
+branches on the host, and rolling back a rejected draft is setting a length.
+
+Calls: engine/step.py, model/decode.py, train.py and eval.py for loading.
+"""
+
+import copy
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from graphcap.errors import ConfigError
+from graphcap.model.attention import attention_for
+from graphcap.model.blocks import row_visibility
+
+ATTENTION = "graphcap"
+REFUSED = {"softcap": "attention scores", "final_logit_softcapping": "logits", "attn_logit_softcapping": "attention scores"}
+MASK_NAMES = ("<|mask|>", "<|MASK|>", "<mask>", "[MASK]")
+
+
+def device_and_dtype(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
+    """The torch device and dtype of `run.device` and `target.dtype`. Raises: ConfigError if cuda is asked for and absent."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("recipe key", "run.device", expected="a usable CUDA GPU", got="none",
+                          fix="set run.device=cpu, or mend the driver")
+    kind = "cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu")
+    if dtype == "auto":
+        dtype = "bfloat16" if kind == "cuda" else "float32"
+    return torch.device(kind), getattr(torch, dtype)
+
+
+def load_model(path: str, *, revision: str, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> nn.Module:
+    """A causal language model of transformers, from a folder or a Hub name, frozen, in eval mode.
+
+    Raises: ConfigError if there is none, naming the path.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True
+        )
+    except (OSError, ValueError) as error:
+        raise _no_target(path, error) from error
+    return model.requires_grad_(False).eval().to(device)
+
+
+def load_tokenizer(path: str, *, revision: str, trust_remote_code: bool):
+    """The target's tokenizer. Raises: ConfigError if there is none, naming the path."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise _no_target(path, error) from error
+
+
+def _no_target(path: str, error: Exception) -> ConfigError:
+    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    kind = "a folder without it" if Path(path).is_dir() else "neither a folder nor a cached Hub name"
+    return ConfigError("recipe key", "target.path", expected="a causal language model of transformers with its tokenizer",
+                       got=f"'{path}' ({kind})", cause=first_line.rstrip("."), fix="give the path of the target's folder")
+
+
+def _attend(module, query, key, value, attention_mask, *, scaling=None, sliding_window=None, attend=None, **other):
+    """The attention function registered with transformers. query: [1, H, S, C]; returns [1, S, H, C]."""
+    for name, what in REFUSED.items():
+        if other.get(name) is not None:
+            raise ConfigError("target", type(module).__name__, expected="plain softmax attention", got=f"{name} on its {what}",
+                              fix="use a target without it; graphcap's attention cannot reproduce it")
+    if other.get("s_aux") is not None:
+        raise ConfigError("target", type(module).__name__, expected="plain softmax attention", got="attention sinks",
+                          fix="use a target without them")
+    if attend is None:
+        raise ConfigError("target", type(module).__name__, expected="a forward that passes keyword arguments to its attention",
+                          got="a forward that drops them", fix="use a dense causal language model such as Llama, Qwen3 or Gemma 3")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out_HSC = attend(module.layer_idx, query[0], key[0], value[0], scale, sliding_window)
+    return out_HSC.transpose(0, 1)[None], None
+
+
+class RowAttention:
+    """Causal attention inside each document of one row; one mask per window size, made on first use in a forward."""
+
+    def __init__(self, position_T: Tensor, attention) -> None:
+        self.position_T, self.attention, self.masks = position_T, attention, {}
+
+    def __call__(self, layer: int, q_HTC: Tensor, k_GTC: Tensor, v_GTC: Tensor, scale: float, window: int | None) -> Tensor:
+        if window not in self.masks:
+            visibility = row_visibility(self.position_T, window=window)
+            self.masks[window] = self.attention.mask(visibility, self.position_T.numel())
+        return self.attention(q_HTC, k_GTC, v_GTC, self.masks[window], scale)
+
+
+class KeyValueCache:
+    """Keys and values of one sequence in every layer, up to `max_length` tokens.
+
+    A forward over n tokens writes them behind the first `length`; the caller then sets `length` to what it keeps.
+    """
+
+    def __init__(self, max_length: int) -> None:
+        self.max_length, self.length = max_length, 0
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+
+    def __call__(self, layer: int, q_HNC: Tensor, k_GNC: Tensor, v_GNC: Tensor, scale: float, window: int | None) -> Tensor:
+        if layer not in self.keys:
+            shape = (k_GNC.shape[0], self.max_length, k_GNC.shape[2])
+            self.keys[layer], self.values[layer] = k_GNC.new_empty(shape), v_GNC.new_empty(shape)
+        start, end = self.length, self.length + k_GNC.shape[1]
+        assert end <= self.max_length, f"cache of {self.max_length} tokens got {end}"
+        self.keys[layer][:, start:end] = k_GNC
+        self.values[layer][:, start:end] = v_GNC
+        first = 0 if window is None else max(0, start + 1 - window)  # no query of this forward sees a key before it
+        k, v = self.keys[layer][:, first:end], self.values[layer][:, first:end]
+        gqa = q_HNC.shape[0] != k.shape[0]
+        mask = self._mask(start, end, first, window, q_HNC.device)
+        return F.scaled_dot_product_attention(q_HNC[None], k[None], v[None], attn_mask=mask, scale=scale, enable_gqa=gqa)[0]
+
+    @staticmethod
+    def _mask(start: int, end: int, first: int, window: int | None, device: torch.device) -> Tensor | None:
+        if end - start == 1:
+            return None
+        query = torch.arange(start, end, device=device)[:, None]
+        key = torch.arange(first, end, device=device)[None, :]
+        return (key <= query) if window is None else (key <= query) & (query - key < window)
+
+
+class Target:
+    """A frozen causal language model with taps: its features are the outputs of `target_layer_ids`, side by side."""
+
+    def __init__(self, model: nn.Module, target_layer_ids: tuple[int, ...]) -> None:
+        """model: of transformers, with a `get_decoder()` whose `layers` are the decoder layers."""
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(ATTENTION, _attend)
+        model.set_attn_implementation(ATTENTION)
+        for name, what in REFUSED.items():
+            if getattr(model.config, name, None) is not None:
+                raise ConfigError("target", model.config.model_type, expected=f"plain {what}", got=f"{name} in its config",
+                                  fix="use a target without it; the drafter's loss would be on other numbers than serving")
+        self.model = model
+        self.target_layer_ids = tuple(target_layer_ids)
+        decoder = model.get_decoder()
+        self.embedding: nn.Module = model.get_input_embeddings()
+        self.head_VD: Tensor = model.get_output_embeddings().weight
+        self.hidden_size = self.head_VD.shape[1]
+        self.attention = attention_for(self.head_VD.device)
+        self._sink_SF: Tensor | None = None
+        for place, layer_id in enumerate(self.target_layer_ids):
+            decoder.layers[layer_id].register_forward_hook(self._tap(place))
+        self._body = _first_layers(decoder, self.target_layer_ids[-1] + 1)
+
+    @property
+    def num_features(self) -> int:
+        """F = L·D."""
+        return len(self.target_layer_ids) * self.hidden_size
+
+    def embed(self, token_ids_S: Tensor) -> Tensor:
+        """Input embeddings [S, D] of token ids [S]."""
+        return self.embedding(token_ids_S)
+
+    @torch.no_grad()
+    def features(self, token_ids_T: Tensor, position_T: Tensor, out_TF: Tensor) -> None:
+        """Write the tapped layers' outputs for one row into out_TF, [T, L·D] in the target's dtype.
+
+        token_ids_T, position_T: int [T]; positions restart at 0 with each document, which is what keeps documents apart.
+        Layers above the last tapped one do not run. Capture: safe.
+        """
+        self._sink_SF = out_TF
+        try:
+            self._body(
+                input_ids=token_ids_T.long()[None], position_ids=position_T.long()[None], use_cache=False,
+                attend=RowAttention(position_T, self.attention),
+            )
+        finally:
+            self._sink_SF = None
+
+    @torch.no_grad()
+    def extend(self, token_ids_S: Tensor, cache: KeyValueCache, *, last_only: bool = False) -> tuple[Tensor, Tensor]:
+        """Run the whole target over the next tokens of a sequence.
+
+        token_ids_S: int64 [S], at positions cache.length …; the cache holds them afterwards, but `length` is the caller's.
+        Returns float32 logits [S, V] (only the last row with `last_only`) and features [S, L·D].
+        """
+        position_S = torch.arange(cache.length, cache.length + token_ids_S.numel(), device=token_ids_S.device)
+        self._sink_SF = self.head_VD.new_empty(token_ids_S.numel(), self.num_features)
+        try:
+            out = self.model(
+                input_ids=token_ids_S[None], position_ids=position_S[None], use_cache=False, attend=cache,
+                logits_to_keep=1 if last_only else 0,
+            )
+            return out.logits[0].float(), self._sink_SF
+        finally:
+            self._sink_SF = None
+
+    def _tap(self, place: int):
+        part = slice(place * self.hidden_size, (place + 1) * self.hidden_size)
+
+        def write(module, arguments, output):
+            if self._sink_SF is not None:
+                self._sink_SF[:, part] = (output[0] if isinstance(output, tuple) else output)[0]
+
+        return write
+
+
+def _first_layers(decoder: nn.Module, num_layers: int) -> nn.Module:
+    """The same decoder, sharing every parameter, with its first layers only and no final norm."""
+    body = copy.copy(decoder)
+    body._modules = dict(decoder._modules)
+    body.layers = decoder.layers[:num_layers]
+    body.norm = nn.Identity()
+    return body
+
+
+def find_mask_token(tokenizer, num_embeddings: int, *, name: str) -> tuple[int, str]:
+    """The id of the token that stands for MASK, and its name in words: the named one, else an unused row of the embedding.
+
+    Raises: ConfigError if the named token does not exist, or if no unused row can be told from the tokenizer.
+    """
+    vocabulary = tokenizer.get_vocab()
+    if name:
+        if name not in vocabulary or vocabulary[name] >= num_embeddings:
+            raise ConfigError("recipe key", "drafter.mask_token", expected="a token of the target's tokenizer and embedding",
+                              got=f"'{name}'", fix="name an unused special token, or leave the key out")
+        return vocabulary[name], name
+    candidates = [tokenizer.mask_token, *MASK_NAMES]
+    candidates += sorted((token for token in vocabulary if "reserved" in token.lower()), key=vocabulary.get)
+    for token in candidates:
+        if token in vocabulary and vocabulary[token] < num_embeddings:
+            return vocabulary[token], token
+    if max(vocabulary.values()) + 1 < num_embeddings:
+        return max(vocabulary.values()) + 1, "a row of the embedding that no token has"
+    raise ConfigError("recipe key", "drafter.mask_token", expected="the name of a token that no text contains", got="nothing",
+                      cause="the target's tokenizer shows no unused row", fix="write drafter.mask_token = \"<token>\"")

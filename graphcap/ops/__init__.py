@@ -1,0 +1,1 @@
+"""Files, processes and people: checkpoints, progress, results."""

@@ -1,0 +1,126 @@
+"""A drafter as a folder in z-lab's format: config.json and model.safetensors, which transformers, SGLang and vLLM load.
+
+The same two files lie in every checkpoint, so a checkpoint is ready to export. Reading is strict: missing, unexpected and
+misshapen tensors are errors that name them.
+
+Calls: train.py, eval.py. Source of names and keys: z-lab/dflash 44947fb, dflash/model.py.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+
+from graphcap.errors import CheckpointError
+from graphcap.model.drafter import Drafter, DrafterConfig
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+
+
+def config_document(config: DrafterConfig, dtype: torch.dtype) -> dict:
+    """config.json of a drafter. `target_layer_ids` are 0-based outputs of decoder layers, which the file says."""
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        "model_type": "qwen3",
+        "block_size": config.block_size,
+        "dflash_config": {
+            "block_size": config.block_size,
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": list(config.target_layer_ids),
+            "target_layer_ids_convention": "0-based outputs of decoder layers",
+        },
+        "num_target_layers": config.num_target_layers,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate_size,
+        "hidden_act": "silu",
+        "vocab_size": config.vocab_size,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "max_position_embeddings": config.max_position_embeddings,
+        "layer_types": ["full_attention"] * config.num_layers,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "max_window_layers": config.num_layers,
+        "is_causal": False,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": False,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def weight_tensors(drafter: Drafter) -> dict[str, torch.Tensor]:
+    """The drafter's own tensors under z-lab's names; no embedding, no head, no rotary table."""
+    return {name: tensor.detach() for name, tensor in drafter.state_dict().items()}
+
+
+def read_config(folder: Path) -> DrafterConfig:
+    """The DrafterConfig of a drafter folder. Raises: CheckpointError naming the key that is missing or contradictory."""
+    path = Path(folder) / CONFIG
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError("drafter folder", folder, expected=f"a readable {CONFIG}", got=f"{type(error).__name__}: {error}",
+                              fix="give a run of graphcap or a folder in z-lab's format") from error
+    own = document.get("dflash_config") or {}
+    sizes = {own.get("block_size"), document.get("block_size")} - {None}
+    if len(sizes) != 1:
+        got = "none" if not sizes else " and ".join(map(str, sorted(sizes)))
+        raise CheckpointError("drafter folder", folder, expected="one block_size", got=got, fix=f"mend block_size in {CONFIG}")
+    for key in ("target_layer_ids", "mask_token_id"):
+        if own.get(key) is None:
+            raise CheckpointError("drafter folder", folder, expected=f"dflash_config.{key} in {CONFIG}", got="nothing",
+                                  cause="guessing it would lower acceptance in silence", fix="take it from whoever trained the drafter")
+    if set(document.get("layer_types") or []) - {"full_attention"}:
+        raise CheckpointError("drafter folder", folder, expected="full attention in every layer", got=str(document["layer_types"]),
+                              fix="use a drafter without sliding windows")
+    return _config_of(folder, document, own, sizes.pop())
+
+
+def _config_of(folder: Path, document: dict, own: dict, block_size: int) -> DrafterConfig:
+    theta = (document.get("rope_parameters") or {}).get("rope_theta") or document.get("rope_theta")
+    try:
+        return DrafterConfig(
+            hidden_size=document["hidden_size"], num_layers=document["num_hidden_layers"],
+            num_heads=document["num_attention_heads"], num_kv_heads=document["num_key_value_heads"],
+            head_dim=document["head_dim"], intermediate_size=document["intermediate_size"],
+            vocab_size=document["vocab_size"], rms_norm_eps=document["rms_norm_eps"], rope_theta=float(theta),
+            max_position_embeddings=document["max_position_embeddings"], block_size=block_size,
+            mask_token_id=own["mask_token_id"], target_layer_ids=tuple(own["target_layer_ids"]),
+            num_target_layers=document["num_target_layers"],
+        )
+    except (KeyError, TypeError) as error:
+        raise CheckpointError("drafter folder", folder, expected=f"every size in {CONFIG}", got=f"{error} missing",
+                              fix="take config.json from whoever trained the drafter") from error
+
+
+def read_drafter(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Drafter:
+    """The drafter of a folder, in `dtype` on `device`, frozen. Raises: CheckpointError listing tensors that differ."""
+    from safetensors.torch import load_file
+
+    config = read_config(folder)
+    path = Path(folder) / WEIGHTS
+    if not path.is_file():
+        raise CheckpointError("drafter folder", folder, expected=WEIGHTS, got="no such file",
+                              fix="give a folder with safetensors; pickled weights are refused, convert them first")
+    tensors = load_file(path)
+    drafter = Drafter(config)
+    expected = drafter.state_dict()
+    wrong = [f"{name} missing" for name in expected if name not in tensors]
+    wrong += [f"{name} unexpected" for name in tensors if name not in expected]
+    wrong += [
+        f"{name} {list(tensors[name].shape)} instead of {list(tensor.shape)}"
+        for name, tensor in expected.items() if name in tensors and tensors[name].shape != tensor.shape
+    ]
+    if wrong:
+        raise CheckpointError("drafter folder", folder, expected=f"the {len(expected)} tensors of its config", got="; ".join(wrong[:6]),
+                              fix="check that config.json and model.safetensors belong together")
+    drafter.load_state_dict(tensors)
+    return drafter.to(device=device, dtype=dtype).requires_grad_(False)

@@ -1,0 +1,91 @@
+"""Acceptance lengths with their uncertainty, and the table that ends a run.
+
+Calls: eval.py. Loads no torch.
+"""
+
+import numpy as np
+
+BOOTSTRAP_DRAWS = 2000
+
+
+def acceptance(committed: list[list[int]]) -> dict[str, float]:
+    """Acceptance length τ of a set of replies: tokens committed ÷ verifications, bonus token included.
+
+    committed: for every reply the tokens each verification added. Returns tau (pooled over all replies), low and high (its
+    95 % interval, bootstrap over replies, seeded), mean (the mean of the replies' own means) and verifications. Replies
+    that ended with their first token needed no verification and count in nothing.
+    """
+    committed = [steps for steps in committed if steps]
+    tokens = np.array([sum(steps) for steps in committed], float)
+    visits = np.array([len(steps) for steps in committed], float)
+    if not len(visits):
+        return {"tau": float("nan"), "low": float("nan"), "high": float("nan"), "mean": float("nan"), "verifications": 0}
+    draws = np.random.default_rng(0).integers(0, len(visits), (BOOTSTRAP_DRAWS, len(visits)))
+    low, high = np.quantile(tokens[draws].sum(1) / visits[draws].sum(1), [0.025, 0.975])
+    return {
+        "tau": float(tokens.sum() / visits.sum()), "low": float(low), "high": float(high),
+        "mean": float((tokens / visits).mean()), "verifications": int(visits.sum()),
+    }
+
+
+def survival(accepted: list[list[int]], block_size: int) -> list[float]:
+    """Share of verifications that kept at least k drafts, for k = 1 … K-1."""
+    lengths = np.array([length for reply in accepted for length in reply])
+    return [float((lengths > k).mean()) if len(lengths) else float("nan") for k in range(1, block_size)]
+
+
+def distinct_4grams(replies: list[list[int]]) -> float:
+    """Distinct token 4-grams within each reply ÷ all 4-grams, pooled over replies: 1 where no reply repeats itself."""
+    distinct = total = 0
+    for reply in replies:
+        grams = [tuple(reply[i : i + 4]) for i in range(len(reply) - 3)]
+        distinct, total = distinct + len(set(grams)), total + len(grams)
+    return distinct / total if total else float("nan")
+
+
+def table(result: dict) -> str:
+    """The final table of a run or of `graphcap eval`, as text."""
+    conditions = (f"{result['prompts']} held-out prompts · temperature 0 · at most {result['max_new_tokens']} new tokens · "
+                  f"{result['dtype']} on {result['device']}")
+    lines = [conditions, "", f"{'acceptance length τ (tokens a verification)':<46}{'pooled':>8}{'95 % interval':>18}{'mean of means':>16}"]
+    for name, label in (("before", "drafter before training"), ("after", "drafter after training"), ("prompt_lookup", "prompt lookup, no model")):
+        if name in result:
+            row = result[name]
+            interval = f"{row['low']:.2f} … {row['high']:.2f}"
+            lines.append(f"  {label:<44}{row['tau']:>8.2f}{interval:>18}{row['mean']:>16.2f}")
+    if result.get("walked_estimate") is not None:
+        lines.append(f"  {'walked estimate on held-out text':<44}{result['walked_estimate']:>8.2f}")
+    lines += ["", f"tokens equal to plain greedy decoding           {_equality(result)}"]
+    lines += [f"  {tie}" for tie in result["ties"] + result["differences"]]
+    plain, drafted = result["plain_s_per_token"], result["speculative_s_per_token"]
+    lines += [
+        f"seconds per token, plain                        {plain:.5f}",
+        f"seconds per token, with the drafter             {drafted:.5f}  = {drafted / plain:.2f} × plain (median of {result['passes']} passes)",
+        f"distinct 4-grams of the replies                 {result['distinct_4grams']:.2f}",
+        "", "what limits them", *_limits(result), "",
+        f"weights, ready to export   {result['weights']}",
+    ]
+    if result.get("checkpoint"):
+        lines.append(f"checkpoint to resume from  {result['checkpoint']}")
+    return "\n".join(lines)
+
+
+def _equality(result: dict) -> str:
+    text = f"{result['equal']} of {result['prompts']}"
+    if result["ties"]:
+        text += f", {len(result['ties'])} a tie of the two largest logits (within 1e-4)"
+    if result["differences"]:
+        text += f", {len(result['differences'])} DIFFERENT"
+    return text
+
+
+def _limits(result: dict) -> list[str]:
+    """One line for τ and one for speed, from what the decode measured."""
+    kept = result["survival"]
+    shares = " ".join(f"{share:.2f}" for share in kept)
+    verify, drafting = result["verify_cost"], result["draft_cost"]
+    return [
+        f"  τ: share of verifications that keep the first k drafts, k = 1 … {len(kept)}: {shares}",
+        f"  speed: verifying a block costs {verify:.2f} plain steps and drafting it {drafting:.2f}, "
+        f"for τ = {result['after']['tau']:.2f} tokens: at best {(verify + drafting) / result['after']['tau']:.2f} × plain",
+    ]
