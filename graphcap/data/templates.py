@@ -1,0 +1,210 @@
+"""A chat → token ids and loss mask, by the tokenizer's own chat template.
+
+The ids are those of the tokenizer's own call, so training sees what a server feeds. Supervised is what the target
+writes: the words of each assistant turn and the token that ends the turn; neither the header that a server supplies
+nor the template's newline after the end of the turn. Where the spans come from:
+
+* generation markers (`{% generation %}`), if the template has them;
+* else the chat is rendered prefix by prefix: the messages before a turn with the generation prompt must be the
+  beginning of the messages up to the turn, and these the beginning of the whole chat. A template for which they are
+  not rewrites what was already said; its spans cannot be known, and that is an error, never a guess.
+
+One rule for odd turns: a turn is supervised if a server could have been asked for it and the assistant said something.
+So an assistant turn that opens a chat is context only (there is nothing to ask with), one after a system turn alone is
+supervised if the template renders that, and an empty turn (no content, no tool call) is never supervised.
+
+Reads no files and drops nothing. Called by conversations.py; the tokenizer is handed in.
+"""
+
+import os
+import re
+
+import numpy as np
+
+from graphcap.errors import DataError
+
+REFUSED = "refused by the chat template"
+REWRITTEN = "chat template rewrites earlier turns"
+
+_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class BadConversation(DataError):
+    """One conversation that cannot be used. reason: the short, stable text that it is counted under when skipped."""
+
+    def __init__(
+        self, reason: str, thing: str, name: object, *, expected: str, got: str, fix: str, cause: str = ""
+    ) -> None:
+        super().__init__(thing, name, expected=expected, got=got, fix=fix, cause=cause)
+        self.reason = reason
+
+
+def tokenize_conversation(tokenizer, messages: list[dict]) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids (int32 [n]) and loss mask (bool [n]) of a chat; `messages` is not empty.
+
+    The ids equal `tokenizer.apply_chat_template(messages, tokenize=True)`: nothing is prepended, so there is exactly
+    the BOS that the template prints. The mask may be all zeros; the caller says what happens then.
+    Raises: DataError if the tokenizer has no template; BadConversation if the template refuses the chat or rewrites
+    earlier turns, naming the turn.
+    """
+    template = _template(tokenizer)
+    text = _render(tokenizer, messages, prompt=False)
+    token_ids = np.array(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False), dtype=np.int32)
+    spans = _spans_by_markers if _MARKER.search(template) else _spans_by_prefixes
+    return token_ids, _mask(tokenizer, text, token_ids, spans(tokenizer, template, messages, text))
+
+
+def _template(tokenizer) -> str:
+    """The default template's text."""
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, dict):
+        template = template.get("default")
+    if not template:
+        raise DataError("tokenizer", type(tokenizer).__name__, expected="a chat template", got="none",
+                        fix="use the tokenizer of a chat model, or put chat_template.jinja beside it")
+    return template
+
+
+def _render(tokenizer, messages: list[dict], *, prompt: bool) -> str:
+    """The chat as text. prompt: with the header that a server adds to ask for an answer."""
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+    except Exception as error:  # a template is foreign code: it may raise anything, and says why in the text
+        raise BadConversation(
+            REFUSED, "chat template", f"messages 1 to {len(messages)}", expected="a chat that the template renders",
+            got=f"{type(error).__name__}: {error}", fix="mend the order or fields of the messages, or leave them out",
+        ) from error
+
+
+def _is_empty(message: dict) -> bool:
+    return not message["content"].strip() and not message.get("tool_calls")
+
+
+def _spans_by_prefixes(tokenizer, template: str, messages: list[dict], text: str) -> list[tuple[int, int]]:
+    """Character spans [start, end) of the supervised turns, found by rendering the chat up to each of them."""
+    spans = []
+    for turn, message in enumerate(messages):
+        if message["role"] != "assistant" or turn == 0 or _is_empty(message):
+            continue
+        asked = _render(tokenizer, messages[:turn], prompt=True)
+        # The last turn needs no render of its own; for most chats that halves the work.
+        answered = text if turn + 1 == len(messages) else _render(tokenizer, messages[: turn + 1], prompt=False)
+        if not answered.startswith(asked):
+            raise _rewritten(turn, "the prompt before the answer", asked, "the chat with the answer", answered)
+        if not text.startswith(answered):
+            raise _rewritten(turn, "the chat up to the answer", answered, "the whole chat", text)
+        spans.append((len(asked), _end_of_turn(text, len(asked), len(answered), message["content"])))
+    return spans
+
+
+def _spans_by_markers(tokenizer, template: str, messages: list[dict], text: str) -> list[tuple[int, int]]:
+    """Character spans [start, end) inside the template's generation markers, without header and last newline."""
+    # Imported here: transformers is large, and only the caller's tokenizer tells that it is there.
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    rendered, marked = render_jinja_template(
+        conversations=[[{key: value for key, value in message.items() if value is not None} for message in messages]],
+        chat_template=template, return_assistant_tokens_mask=True, add_generation_prompt=False,
+        **tokenizer.special_tokens_map,
+    )
+    assert rendered[0] == text, "transformers renders a chat differently with and without generation markers"
+    turns = [message for message in messages if message["role"] == "assistant"]
+    if len(marked[0]) != len(turns):
+        turns = [None] * len(marked[0])  # several markers a turn, or none: which is whose cannot be told
+    opening = len(_render(tokenizer, messages[:1], prompt=False)) if messages[0]["role"] == "assistant" else 0
+    header = _header(tokenizer, messages)
+    spans = []
+    for turn, (start, end) in zip(turns, marked[0]):
+        start = _after_header(text, start, end, header)
+        end = _end_of_turn(text, start, end, turn["content"] if turn else "")
+        if start >= opening and text[start:end].strip() and not (turn and _is_empty(turn)):
+            spans.append((start, end))
+    return spans
+
+
+def _header(tokenizer, messages: list[dict]) -> str:
+    """The text that the template adds to ask for an answer, for example '<|im_start|>assistant\\n'."""
+    turn = next((turn for turn, message in enumerate(messages) if message["role"] == "assistant" and turn), 0)
+    if turn == 0:
+        return ""
+    before, asked = (_render(tokenizer, messages[:turn], prompt=prompt) for prompt in (False, True))
+    if not asked.startswith(before):
+        raise _rewritten(turn, "the chat before the answer", before, "the prompt before the answer", asked)
+    return asked[len(before) :]
+
+
+def _after_header(text: str, start: int, end: int, header: str) -> int:
+    """Where the answer begins: at `start`, or behind the header as far as the markers include it."""
+    for place in range(start, min(end, start + len(header)) + 1):
+        if text.endswith(header, 0, place):
+            return place
+    return start
+
+
+def _end_of_turn(text: str, start: int, end: int, content: str) -> int:
+    """Where the turn ends: white space behind the mark that ends it is the template's, not the assistant's.
+
+    Where nothing but white space follows the assistant's words, that white space is all that ends the turn: it stays.
+    """
+    words = text[start:end].rstrip()
+    marked = not content.strip() or not words.endswith(content.rstrip())
+    return start + len(words) if marked else end
+
+
+def _mask(tokenizer, text: str, token_ids: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
+    """bool [n]: tokens that lie wholly in a span."""
+    mask = np.zeros(len(token_ids), dtype=bool)
+    if spans:
+        cuts = sorted({place for span in spans for place in span})
+        borders = _borders(tokenizer, text, token_ids.tolist(), cuts)
+        for start, end in spans:
+            mask[borders[start][1] : borders[end][0]] = True
+    return mask
+
+
+def _borders(tokenizer, text: str, ids: list[int], cuts: list[int]) -> dict[int, tuple[int, int]]:
+    """For each cut in the text: how many tokens end at or before it, and the first token that begins at or behind it.
+
+    The two differ where a token straddles the cut. Found by comparing token ids, not character offsets: several
+    tokens may share one character, and offsets leave out the space that a token begins with.
+    """
+    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)])]
+    encoded = _encode(tokenizer, pieces)
+    if [token for piece in encoded for token in piece] == ids:
+        # The usual case: every cut lies between tokens. One pass over the text, however many turns.
+        counts = np.cumsum([len(piece) for piece in encoded]).tolist()
+        return {cut: (count, count) for cut, count in zip(cuts, counts)}
+    borders = {}
+    for cut in cuts:
+        prefix, suffix = _encode(tokenizer, [text[:cut], text[cut:]])
+        before = behind = _num_common(prefix, ids)
+        if before < len(prefix):
+            # The token at `before` begins ahead of the cut. Which is the first behind it, the end of the text tells.
+            behind = max(before + 1, len(ids) - _num_common(suffix[::-1], ids[::-1]))
+            # Unless a space was put before `suffix` by the tokenizer, and this space in the text is ahead of the cut.
+            if behind < len(ids) and len(tokenizer.decode(ids[:behind])) < len(tokenizer.decode(prefix)):
+                behind += 1
+        borders[cut] = (before, behind)
+    return borders
+
+
+def _encode(tokenizer, texts: list[str]) -> list[list[int]]:
+    return tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+
+
+def _num_common(left: list[int], right: list[int]) -> int:
+    """Length of the common beginning."""
+    for place, (one, other) in enumerate(zip(left, right)):
+        if one != other:
+            return place
+    return min(len(left), len(right))
+
+
+def _rewritten(turn: int, what: str, short: str, other: str, long: str) -> BadConversation:
+    at = len(os.path.commonprefix([short, long]))
+    return BadConversation(
+        REWRITTEN, "chat template", f"message {turn + 1} (assistant)",
+        expected=f"{other} to begin with {what}", got=f"{long[at : at + 30]!r} in place of {short[at : at + 30]!r}",
+        cause="an unstable template: it rewrites earlier turns, so what the assistant wrote cannot be found",
+        fix="use a template with generation markers ({% generation %}), or chats of one answer each",
+    )

@@ -1,0 +1,155 @@
+"""Lengths → buckets: sizes the kernels can use, room for every document, and a file that refuses other inputs."""
+
+import dataclasses
+import json
+import secrets
+
+import numpy as np
+import pytest
+
+from graphcap.data.packing import PACKING_VERSION, Schedule
+from graphcap.data.planner import Bucket, Shapes, fingerprint, plan
+from graphcap.errors import ConfigError, DataError
+
+
+def random_data(draw: np.random.Generator, count: int, *, median: int = 300) -> tuple[np.ndarray, np.ndarray]:
+    lengths = np.clip(np.exp(draw.normal(np.log(median), 0.8, count)), 8, 4000).astype(np.int64)
+    return lengths, np.maximum(1, np.ceil(lengths * draw.uniform(0.05, 0.16, count))).astype(np.int64)
+
+
+def planned(lengths, anchor_counts, **changes) -> Shapes:
+    settings = {"block_size": 16, "anchor_density": 0.1667, "row_length": 0, "max_buckets": 3, "window": 512}
+    return plan(lengths, anchor_counts, **{**settings, **changes})
+
+
+@pytest.mark.parametrize("block_size", [4, 8, 10, 16, 128])
+def test_sizes_are_whole_tiles_largest_first_and_hold_every_document(block_size):
+    seed = secrets.randbits(32)
+    draw = np.random.default_rng(seed)
+    for _ in range(10):
+        lengths, anchor_counts = random_data(draw, int(draw.integers(1, 700)))
+        most = int(draw.integers(1, 6))
+        shapes = planned(lengths, anchor_counts, block_size=block_size, max_buckets=most)
+        assert 1 <= len(shapes.buckets) <= most, f"seed {seed}"
+        assert list(shapes.buckets) == sorted(set(shapes.buckets), reverse=True), f"seed {seed}"
+        for bucket in shapes.buckets:
+            assert bucket.length % 128 == 0 and bucket.num_anchors * block_size % 128 == 0, f"seed {seed}: {bucket}"
+            assert bucket.num_anchors <= shapes.buckets[0].num_anchors, f"seed {seed}: {shapes.buckets}"
+        assert lengths.max() <= shapes.buckets[0].length and anchor_counts.max() <= shapes.buckets[0].num_anchors
+        total = int(lengths.sum())
+        expected = next(n for n in range(128, 10_000, 128) if n >= max(lengths.max(), min(2048, total)))
+        assert shapes.buckets[0].length == expected, f"seed {seed}"
+
+
+def test_both_capacities_fill_close_to_full():
+    seed = secrets.randbits(32)
+    draw = np.random.default_rng(seed)
+    lengths, anchor_counts = random_data(draw, 4000, median=200)
+    shapes = planned(lengths, anchor_counts, window=4096)
+    schedule = Schedule(shapes, np.arange(4000), lengths, anchor_counts, seed=seed, epochs=1, rows_per_update=4)
+    buckets = [row.bucket for update in schedule.updates() for row in update.rows]
+    assert lengths.sum() / sum(bucket.length for bucket in buckets) > 0.93, f"seed {seed}"
+    assert anchor_counts.sum() / sum(bucket.num_anchors for bucket in buckets) > 0.87, f"seed {seed}"
+
+
+def test_a_few_documents_with_many_anchors_do_not_size_every_row():
+    lengths, anchor_counts = np.full(1000, 256), np.full(1000, 16)
+    lengths[::100], anchor_counts[::100] = 2048, 2000
+    one, two = (planned(lengths, anchor_counts, max_buckets=count) for count in (1, 2))
+    assert one.buckets == (Bucket(2048, 2000),)
+    assert two.buckets[0] == Bucket(2048, 2000) and two.buckets[1].length == 2048 and two.buckets[1].num_anchors <= 512
+    schedule = Schedule(two, np.arange(1000), lengths, anchor_counts, seed=0, epochs=1, rows_per_update=1)
+    used = [update.rows[0].bucket for update in schedule.updates()]
+    assert used.count(two.buckets[0]) == 10 and used.count(two.buckets[1]) >= 100
+
+
+def test_document_that_does_not_fit_is_named_with_the_nearest_bucket():
+    with pytest.raises(DataError, match=r"document '17': expected at most 256 tokens.*got 300 tokens.*256/\d+.*Fix: "):
+        plan(np.array([100, 300]), np.array([5, 5]), block_size=16, anchor_density=0.2, row_length=256, max_buckets=2,
+             window=8, ids=np.array([4, 17]))
+    with pytest.raises(DataError, match="document '1'"):
+        planned(np.array([100, 300]), np.array([5, 5]), row_length=256)
+
+
+def test_row_length_is_taken_or_refused():
+    lengths, anchor_counts = np.array([100, 120]), np.array([5, 5])
+    assert planned(lengths, anchor_counts, row_length=1024).buckets[0].length == 1024
+    with pytest.raises(ConfigError, match="shapes.row_length.*write 1024"):
+        planned(lengths, anchor_counts, row_length=1000)
+    with pytest.raises(DataError, match="at least one document"):
+        planned(np.array([], dtype=int), np.array([], dtype=int))
+
+
+def test_file_reads_back_equal_and_stays_small(tmp_path):
+    seed = secrets.randbits(32)
+    shapes = planned(*random_data(np.random.default_rng(seed), 500))
+    path = tmp_path / "shapes.json"
+    shapes.save(path)
+    assert Shapes.load(path) == shapes and Shapes.from_json(shapes.to_json()) == shapes, f"seed {seed}"
+    assert path.stat().st_size < 64 * 1024 and shapes.packing_version == PACKING_VERSION
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda fields: fields.pop("window"),
+        lambda fields: fields.update(extra=1),
+        lambda fields: fields.update(buckets=[]),
+        lambda fields: fields.update(buckets=fields["buckets"][::-1]),
+        lambda fields: fields["buckets"][0].update(length=1000),
+        lambda fields: fields["buckets"][0].update(num_anchors=3),
+        lambda fields: fields["buckets"][0].update(rows=1),
+        lambda fields: fields["buckets"][-1].update(num_anchors=8192),
+        lambda fields: fields.update(block_size="16"),
+        lambda fields: fields.update(block_size=True),
+        lambda fields: fields.update(anchor_density=-0.5),
+        lambda fields: fields.update(anchor_density=float("nan")),
+        lambda fields: fields.update(histogram=[]),
+    ],
+)
+def test_damaged_file_is_refused_by_name(tmp_path, change):
+    shapes = planned(*random_data(np.random.default_rng(), 500))
+    path = tmp_path / "shapes.json"
+    fields = json.loads(shapes.to_json())
+    change(fields)
+    path.write_text(json.dumps(fields))
+    with pytest.raises(DataError, match="shapes.json.*Fix: "):
+        Shapes.load(path)
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b" " * 70_000])
+def test_file_that_is_no_shapes_file_is_refused(tmp_path, content):
+    path = tmp_path / "shapes.json"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="shapes.json"):
+        Shapes.load(path)
+    with pytest.raises(DataError, match="none.json"):
+        Shapes.load(tmp_path / "none.json")
+
+
+def test_check_passes_for_its_inputs_and_refuses_each_change():
+    seed = secrets.randbits(32)
+    draw = np.random.default_rng(seed)
+    lengths, anchor_counts = random_data(draw, 300)
+    shapes = planned(lengths, anchor_counts)
+    settings = {"block_size": 16, "anchor_density": 0.1667, "window": 512}
+    shapes.check(lengths, anchor_counts, **settings)
+    shapes.check(lengths.astype(np.int32), anchor_counts.tolist(), **settings)
+    for other in ("block_size", "anchor_density", "window"):
+        with pytest.raises(DataError, match=other):
+            shapes.check(lengths, anchor_counts, **{**settings, other: settings[other] * 2})
+    for numbers in (lengths, anchor_counts):
+        place = int(draw.integers(300))
+        numbers[place] += 1
+        with pytest.raises(DataError, match="fingerprint"):
+            shapes.check(lengths, anchor_counts, **settings)
+        numbers[place] -= 1
+    shapes.check(lengths, anchor_counts, **settings)
+    with pytest.raises(DataError, match="packing_version"):
+        dataclasses.replace(shapes, packing_version=PACKING_VERSION + 1).check(lengths, anchor_counts, **settings)
+
+
+def test_fingerprint_never_changes_unnoticed():
+    """A stored shapes file stays valid from one version of graphcap to the next while the packing version stands."""
+    value = fingerprint(np.array([3, 5]), np.array([1, 2]), block_size=16, anchor_density=0.5, window=8)
+    assert (PACKING_VERSION, value[:16]) == (1, "68a2ce7eb0d427a1")
