@@ -16,6 +16,7 @@ from graphcap.data.conversations import Document, load_documents
 from graphcap.data.packing import Schedule, num_anchors_of
 from graphcap.data.planner import Shapes, plan
 from graphcap.engine import Engine
+from graphcap.engine.guard import use_deterministic_math
 from graphcap.engine.optimizer import Hyper
 from graphcap.engine.step import DrafterStep
 from graphcap.errors import ConfigError
@@ -48,6 +49,7 @@ def build(recipe: Recipe, *, threads: int | None, say) -> TrainingRun:
     threads: CPU threads of the checkpoint that the run continues from, or None. say: called with each line for people.
     Raises: GraphcapError for what the user must mend.
     """
+    use_deterministic_math()
     device, dtype = device_and_dtype(recipe.run.device, recipe.target.dtype)
     _set_threads(recipe, threads, say)
     begin = time.monotonic()
@@ -159,11 +161,12 @@ def _plan(recipe: Recipe, documents: list[Document], say) -> tuple[Shapes, Sched
     """Buckets for these documents, and which rows every update has."""
     wanted = recipe.shapes
     lengths = np.array([len(document.token_ids) for document in documents])
+    ids = [document.id for document in documents]
     anchors = np.array([num_anchors_of(document.loss_mask, density=wanted.anchor_density) for document in documents])
     if wanted.plan == "auto":
         shapes = plan(
             lengths, anchors, block_size=recipe.drafter.block_size, anchor_density=wanted.anchor_density,
-            row_length=wanted.row_length, max_buckets=wanted.max_buckets, window=wanted.window,
+            row_length=wanted.row_length, max_buckets=wanted.max_buckets, window=wanted.window, ids=ids,
         )
     else:
         shapes = Shapes.load(wanted.plan)
@@ -173,7 +176,7 @@ def _plan(recipe: Recipe, documents: list[Document], say) -> tuple[Shapes, Sched
     largest = shapes.buckets[0].length
     rows_per_update = recipe.optimizer.rows_per_update or max(1, round(recipe.optimizer.tokens_per_update / largest))
     schedule = Schedule(
-        shapes, [document.id for document in documents], lengths, anchors, seed=recipe.run.seed,
+        shapes, ids, lengths, anchors, seed=recipe.run.seed,
         epochs=recipe.optimizer.epochs, rows_per_update=rows_per_update, max_updates=recipe.optimizer.max_updates,
     )
     say(f"plan      buckets {', '.join(bucket.name for bucket in shapes.buckets)} (tokens/anchors), {rows_per_update} rows an "

@@ -46,6 +46,7 @@ def _add_train(verbs) -> None:
     train = _verb(verbs, "train", "train a drafter from a recipe, then decode with it", TRAIN_EXAMPLE, add_help=False)
     train.add_argument("recipe", metavar="RECIPE", nargs="?", help="a TOML file, for example runs/tiny.toml")
     train.add_argument("overrides", metavar="section.key=value", nargs="*", help="override a key of the recipe")
+    train.add_argument("--eager", action="store_true", help="launch the step from Python instead of replaying CUDA graphs")
     train.add_argument("-h", "--help", action="store_true", help="show this, and with a RECIPE every key of a recipe")
     train.set_defaults(run=_train, parser=train)
 
@@ -71,7 +72,12 @@ def _positive(text: str) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    options = parser().parse_args(arguments)
+    top = parser()
+    options, rest = top.parse_known_args(arguments)
+    if options.verb == "train" and not any(word.startswith("-") for word in rest):
+        options.overrides += rest  # overrides may stand behind an option too
+    elif rest:
+        options.parser.error(f"unrecognized: {' '.join(rest)}")
     try:
         return options.run(options)
     except GraphcapError as error:
@@ -108,7 +114,7 @@ def _train(options) -> int:
     from graphcap.train import train
 
     silence_transformers()
-    return train(recipe, say=_say)
+    return train(recipe, eager=options.eager, say=_say)
 
 
 def _say(line: str) -> None:

@@ -14,7 +14,7 @@ from graphcap.build import TrainingRun, build, make_drafter
 from graphcap.config import Recipe
 from graphcap.data.loader import arrange
 from graphcap.data.packing import Update
-from graphcap.engine.evaluation import Evaluation
+from graphcap.engine.evaluation import Evaluation, fitting
 from graphcap.engine.step import RING
 from graphcap.errors import CheckpointError
 from graphcap.eval import load_prompts, measure, stop_ids_of
@@ -26,10 +26,10 @@ STATE = "state.safetensors"
 POSITION = "state.json"
 
 
-def train(recipe: Recipe, *, say=print) -> int:
+def train(recipe: Recipe, *, eager: bool = False, say=print) -> int:
     """Train a drafter, decode with it and print the table. Continues from the newest complete checkpoint, if there is one.
 
-    say: called with each line for people. Returns the exit code. Raises: GraphcapError for what the user must mend.
+    eager: launch the same step from Python instead of replaying graphs. say: called with each line for people. Returns the exit code. Raises: GraphcapError for what the user must mend.
     """
     newest, passed_over = checkpoint.newest(recipe.folder / "checkpoints")
     for line in passed_over:
@@ -37,11 +37,15 @@ def train(recipe: Recipe, *, say=print) -> int:
     run = build(recipe, threads=checkpoint.load_document(newest, POSITION)["threads"] if newest else None, say=say)
     if newest is None:
         checkpoint.check_room(recipe.folder, (recipe.checkpoint.keep + 2) * checkpoint.needed_bytes(_tensors(run)))
-    else:
+    run.engine.prepare(eager=eager, say=say)
+    if newest is not None:
         resume(run, newest, say)
     runfolder.create(recipe, run.shapes.to_json())
     quiet_libraries(recipe.folder / "libraries.log")
-    _loop(run, say=say)
+    try:
+        _loop(run, say=say)
+    finally:
+        run.engine.close()
     result = conclude(run, say=say)
     say(f"\n{report.table(result)}\n")
     say(f"decode with other settings: graphcap eval {recipe.folder} --prompts FILE.jsonl --max-new-tokens 256")
@@ -51,7 +55,7 @@ def train(recipe: Recipe, *, say=print) -> int:
 def _loop(run: TrainingRun, *, say) -> None:
     """The training loop: fill, micro step, update, until the schedule ends."""
     recipe, engine, schedule = run.recipe, run.engine, run.schedule
-    evaluation = Evaluation(run.held_out[: recipe.eval.documents], run.shapes.buckets)
+    evaluation = Evaluation(fitting(run.held_out, run.shapes.buckets, count=recipe.eval.documents), run.shapes.buckets)
     record = Record(run)
     say(f"training  {schedule.num_updates - run.position} updates")
     try:
@@ -176,6 +180,7 @@ def resume(run: TrainingRun, folder: Path, say) -> None:
         raise CheckpointError("checkpoint", folder, expected="the data and schedule it was made with", got="other data or another schedule",
                               fix="put the data files back, or start a new run with run.name=OTHER")
     run.engine.step.state.load(checkpoint.load_tensors(folder, STATE))
+    run.engine.check_addresses()
     say(f"resume    {folder.name}: {run.position} of {run.schedule.num_updates} updates are done")
 
 

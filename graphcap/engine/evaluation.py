@@ -14,6 +14,7 @@ from graphcap.data.conversations import Document
 from graphcap.data.loader import arrange_with
 from graphcap.data.packing import Row, anchor_candidates
 from graphcap.engine.buckets import Engine
+from graphcap.errors import DataError
 from graphcap.model.blocks import leading_matches
 from graphcap.model.decode import walk
 
@@ -31,6 +32,7 @@ class Evaluation:
     """Evaluates on fixed held-out documents. The passes are laid out once and are the same every time."""
 
     def __init__(self, documents: list[Document], buckets: tuple) -> None:
+        """documents: each at most as long as the largest bucket; `fitting` finds them."""
         self.documents = {document.id: document for document in documents}
         self.passes = [one for row in _rows(documents, buckets) for one in _passes(row, self.documents)]
 
@@ -52,6 +54,17 @@ class Evaluation:
             "walked_estimate": sum(steps) / len(steps),
             "documents": len(self.documents),
         }
+
+
+def fitting(documents: list[Document], buckets: tuple, *, count: int) -> list[Document]:
+    """The first `count` documents that fit the largest bucket. Raises: DataError if none does."""
+    longest = max(bucket.length for bucket in buckets)
+    found = [document for document in documents if len(document.token_ids) <= longest][:count]
+    if not found:
+        raise DataError("held-out documents", len(documents), expected=f"one of at most {longest} tokens", got="only longer ones",
+                        cause="the largest bucket is as long as the longest training document needs",
+                        fix="raise shapes.row_length, or give shorter held-out conversations")
+    return found
 
 
 def _walked(document: Document, matches: dict[int, int]) -> list[int]:

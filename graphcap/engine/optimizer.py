@@ -52,10 +52,19 @@ class FlatState:
         self.parameters = parameters
         self.gradient_views = [self.gradients[p].view(parameter.shape) for p, parameter in zip(places, parameters, strict=True)]
         self.master_views = [self.master[p].view(parameter.shape) for p, parameter in zip(places, parameters, strict=True)]
-        for part, parameter, master in zip(places, parameters, self.master_views, strict=True):
-            master.copy_(parameter.detach())
+        self._initial = [parameter.detach().to("cpu", torch.float32, copy=True) for parameter in parameters]
+        for part, parameter in zip(places, parameters, strict=True):
             parameter.data = self.weights[part].view(parameter.shape)
+        self.begin()
+
+    def begin(self) -> None:
+        """Bring every tensor, in place, to where training begins: the parameters the module came with, no moments."""
+        for tensor in self.tensors().values():
+            tensor.zero_()
+        for master, initial in zip(self.master_views, self._initial, strict=True):
+            master.copy_(initial)
         self.weights.copy_(self.master)
+        self.sums.zero_()
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything a resume needs, by name; the tensors themselves, not copies."""

@@ -6,6 +6,7 @@ added to the flat sums. An update is one AdamW step on those sums. Nothing here 
 Calls: engine/buckets.py. Called functions: model/blocks.py, model/drafter.py, model/loss.py, engine/optimizer.py.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +29,10 @@ class DrafterStep:
         self.target, self.drafter, self.hyper, self.chunk_tokens = target, drafter, hyper, chunk_tokens
         device, dtype = target.head_VD.device, target.head_VD.dtype
         self.device, self.block_size = device, drafter.config.block_size
-        self.attention = attention_for(device)
+        self.attention = attention_for(device, caller_is_compiled=True)
+        if device.type == "cuda":
+            for layer in drafter.layers:
+                layer.compile(dynamic=False, fullgraph=True)
         self.decay_J = torch.tensor(decay, dtype=torch.float32, device=device)
         # statistics of an update: loss sum, weight sum, blocks with a label, matches in all, matches of each slot
         self.state = FlatState(drafter, num_statistics=4 + len(decay), dtype=dtype, device=device)
@@ -40,30 +44,44 @@ class DrafterStep:
         slots = [f"match_share_{k}" for k in range(1, self.block_size)]
         return ["loss", "block_match", "learning_rate", "grad_norm", "empty", "skipped", "anchors", *slots]
 
-    def buffers(self, length: int, num_anchors: int) -> tuple[Buffer, ...]:
+    def buffers(self, bucket) -> tuple[Buffer, ...]:
         """The host-filled buffers of a bucket. Padding tokens have position 0: each is a document of its own."""
         return (
-            Buffer("token_ids", length, pad_value=0),
-            Buffer("position", length, pad_value=0),
-            Buffer("supervised", length, pad_value=0),
-            Buffer("anchors", num_anchors, pad_value=UNUSED),
+            Buffer("token_ids", bucket.length, pad_value=0),
+            Buffer("position", bucket.length, pad_value=0),
+            Buffer("supervised", bucket.length, pad_value=0),
+            Buffer("anchors", bucket.num_anchors, pad_value=UNUSED),
         )
 
-    def features_of(self, slot: Slot) -> Tensor:
-        """A new static feature buffer for a slot: [T, L·D] in the target's dtype."""
-        return torch.empty(slot["token_ids"].numel(), self.target.num_features, dtype=self.target.head_VD.dtype, device=self.device)
+    def example(self, bucket) -> dict[str, np.ndarray]:
+        """A row of one document that fills the bucket, with anchors all over it."""
+        draw = np.random.default_rng(bucket.length)
+        anchors = np.sort(draw.choice(bucket.length - 1, min(bucket.num_anchors, bucket.length - 1), replace=False))
+        return {
+            "token_ids": draw.integers(0, self.target.head_VD.shape[0], bucket.length).astype(np.int32),
+            "position": np.arange(bucket.length, dtype=np.int32),
+            "supervised": np.ones(bucket.length, np.int32),
+            "anchors": anchors.astype(np.int32),
+        }
 
-    def micro(self, slot: Slot, features_TF: Tensor) -> None:
+    def state_tensors(self) -> dict[str, Tensor]:
+        return {**self.state.tensors(), "weights": self.state.weights, "sums": self.state.sums, "ring": self.ring}
+
+    def reset(self) -> None:
+        self.state.begin()
+        self.ring.zero_()
+
+    def micro(self, slot: Slot) -> None:
         """Forward and backward of the row in `slot`; gradients and statistics are added to the flat sums. Capture: safe."""
-        blocks, loss_sum, correct_NJ = self._forward(slot, features_TF)
+        blocks, loss_sum, correct_NJ = self._forward(slot)
         gradients = torch.autograd.grad(loss_sum, self.state.parameters)
         self.state.accumulate(gradients)
         self.state.statistics.add_(self._statistics(blocks, loss_sum.detach(), correct_NJ))
 
     @torch.no_grad()
-    def evaluate(self, slot: Slot, features_TF: Tensor) -> tuple[Tensor, Tensor]:
+    def evaluate(self, slot: Slot) -> tuple[Tensor, Tensor]:
         """Forward only: the row's statistics, float32 [4 + J], and which slots are right, bool [N, J]. Capture: safe."""
-        blocks, loss_sum, correct_NJ = self._forward(slot, features_TF)
+        blocks, loss_sum, correct_NJ = self._forward(slot)
         return self._statistics(blocks, loss_sum, correct_NJ), correct_NJ
 
     def update(self) -> None:
@@ -79,8 +97,9 @@ class DrafterStep:
         ))
         self.ring.index_copy_(0, row, torch.cat((metrics, means[1:]))[None])
 
-    def _forward(self, slot: Slot, features_TF: Tensor) -> tuple[Blocks, Tensor, Tensor]:
+    def _forward(self, slot: Slot) -> tuple[Blocks, Tensor, Tensor]:
         token_ids_T, position_T = slot["token_ids"], slot["position"]
+        features_TF = self.target.head_VD.new_empty(token_ids_T.numel(), self.target.num_features)
         self.target.features(token_ids_T, position_T, features_TF)
         blocks = make_blocks(
             token_ids_T, position_T, slot["supervised"], slot["anchors"],
@@ -89,9 +108,8 @@ class DrafterStep:
         mask = self.attention.mask(blocks.visibility, blocks.token_ids_Q.numel())
         context = self.drafter.context(features_TF, position_T)
         embeddings_QD = self.target.embed(blocks.token_ids_Q)
-        hidden_QD = self.drafter(
-            embeddings_QD, blocks.position_Q, context, lambda q, k, v: self.attention(q, k, v, mask, self.drafter.scale)
-        )
+        attention, scale = self.attention, self.drafter.scale
+        hidden_QD = self.drafter(embeddings_QD, blocks.position_Q, context, lambda q, k, v: attention(q, k, v, mask, scale))
         hidden_NKD = hidden_QD.unflatten(0, (-1, self.block_size))
         loss_sum, correct_M = head_loss(
             hidden_NKD[:, 1:].flatten(0, 1), self.target.head_VD, blocks.label_NJ.flatten(), blocks.weight_NJ.flatten(),

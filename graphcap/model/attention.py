@@ -17,9 +17,9 @@ from graphcap.model.blocks import Visibility
 TILE = 128  # the sparse block of flex attention; torch 2.11 to 2.13 are wrong for lengths that it does not divide
 
 
-def attention_for(device: torch.device):
+def attention_for(device: torch.device, *, caller_is_compiled: bool = False):
     """The attention body of a device: an object with `mask(visibility, num_queries)` and `__call__(q, k, v, mask, scale)`."""
-    return FlexAttention() if device.type == "cuda" else DenseAttention()
+    return FlexAttention(caller_is_compiled=caller_is_compiled) if device.type == "cuda" else DenseAttention()
 
 
 class DenseAttention:
@@ -42,7 +42,13 @@ class DenseAttention:
 
 
 class FlexAttention:
-    """Block-sparse attention by torch's compiled flex attention."""
+    """Block-sparse attention by torch's flex attention, which must be compiled: by itself here, or with its caller."""
+
+    def __init__(self, *, caller_is_compiled: bool) -> None:
+        """caller_is_compiled: this is only called from a function under torch.compile, which fuses around it."""
+        from torch.nn.attention.flex_attention import flex_attention
+
+        self.flex = flex_attention if caller_is_compiled else compiled_flex()
 
     def mask(self, visibility: Visibility, num_queries: int):
         """BlockMask of num_queries × num_keys from the visibility's intervals. Capture: safe, no host read."""
@@ -51,20 +57,17 @@ class FlexAttention:
     def __call__(self, q_HQC: Tensor, k_GSC: Tensor, v_GSC: Tensor, mask, scale: float) -> Tensor:
         """Attention output [H, Q, C]. q: [H, Q, C]; k, v: [G, S, C] with G key heads that divide H."""
         gqa = q_HQC.shape[0] != k_GSC.shape[0]
-        return compiled_flex()(q_HQC[None], k_GSC[None], v_GSC[None], block_mask=mask, scale=scale, enable_gqa=gqa)[0]
+        return self.flex(q_HQC[None], k_GSC[None], v_GSC[None], block_mask=mask, scale=scale, enable_gqa=gqa)[0]
 
 
 @functools.cache
 def compiled_flex():
-    """The one compiled flex attention of this process: static shapes, whole graph, a recompile limit that is an error.
+    """The one flex attention of this process that is compiled by itself: static shapes, whole graph.
 
-    torch's default of 8 recompiles is fewer than buckets × (train, evaluate); with `fullgraph` the limit raises and
-    cannot end in dense attention.
+    With `fullgraph` a recompile limit that is reached raises; it cannot end in dense attention.
     """
-    import torch._dynamo
     from torch.nn.attention.flex_attention import flex_attention
 
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 

@@ -58,7 +58,7 @@ class DrafterConfig:
 
 
 def tapped_layers(num_target_layers: int, num_tapped: int) -> list[int]:
-    """Evenly spaced layers from 1 to L-4+1: round(1 + i·(L-4)/(n-1)); the middle one if n is 1.
+    """Evenly spaced layers from 1 to L-3: round(1 + i·(L-4)/(n-1)); the middle one if n is 1.
 
     Raises: ConfigError if the target is too shallow for `num_tapped` different layers.
     Source: z-lab/dflash 44947fb, build_target_layer_ids.
@@ -67,8 +67,9 @@ def tapped_layers(num_target_layers: int, num_tapped: int) -> list[int]:
         return [num_target_layers // 2]
     ids = [round(1 + i * (num_target_layers - 4) / (num_tapped - 1)) for i in range(num_tapped)]
     if len(set(ids)) != num_tapped or ids[0] < 0 or ids[-1] >= num_target_layers:
-        if num_tapped <= num_target_layers < 4 + num_tapped:  # too shallow to leave the ends out: the last layers
-            return list(range(num_target_layers - num_tapped, num_target_layers))
+        if num_tapped <= num_target_layers:  # too shallow to leave both ends out; z-lab's loop norms the last layer's output
+            last = min(num_target_layers, max(num_tapped, num_target_layers - 1))
+            return list(range(last - num_tapped, last))
         raise ConfigError("recipe key", "drafter.num_tapped_layers", expected=f"at most the target's {num_target_layers} layers",
                           got=str(num_tapped), fix="set drafter.num_tapped_layers or drafter.target_layer_ids")
     return ids
@@ -87,7 +88,8 @@ class RMSNorm(nn.Module):
 
 def rotary_table(position_S: Tensor, *, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin of the rotary angles, [S, C] in `dtype`; angles in float32 whatever the drafter's dtype."""
-    frequency = theta ** (-torch.arange(0, head_dim, 2, device=position_S.device, dtype=torch.float32) / head_dim)
+    # Written as the serving engines write it: theta ** -x is one bit off in a fifth of the frequencies.
+    frequency = 1.0 / theta ** (torch.arange(0, head_dim, 2, device=position_S.device, dtype=torch.float32) / head_dim)
     angle = position_S.float()[:, None] * frequency
     angle = torch.cat((angle, angle), dim=-1)
     return angle.cos().to(dtype), angle.sin().to(dtype)

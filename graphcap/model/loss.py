@@ -7,6 +7,8 @@ never sent here.
 Calls: engine/step.py.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,23 @@ def head_loss(
     return _HeadLoss.apply(hidden_MD, head_VD, label_M, weight_M, chunk_tokens)
 
 
+def chunk_loss(logits_MV: Tensor, label_M: Tensor, weight_M: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of one chunk: weighted losses float32 [M], right predictions bool [M], and the gradient of the logits in their dtype."""
+    logits = logits_MV.float()
+    label = label_M[:, None]
+    log_sum = logits.logsumexp(dim=1, keepdim=True)
+    loss_M = (log_sum - logits.gather(1, label))[:, 0] * weight_M
+    is_label = torch.arange(logits.shape[1], device=logits.device) == label
+    gradient = (torch.exp(logits - log_sum) - is_label.float()) * weight_M[:, None]
+    return loss_M, logits.argmax(dim=1) == label_M, gradient.to(logits_MV.dtype)
+
+
+@functools.cache
+def _chunk_loss_for(device_type: str):
+    """On CUDA compiled into few passes over the logits; the same function elsewhere."""
+    return torch.compile(chunk_loss, dynamic=False, fullgraph=True) if device_type == "cuda" else chunk_loss
+
+
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_MD, head_VD, label_M, weight_M, chunk_tokens):
@@ -30,18 +49,13 @@ class _HeadLoss(torch.autograd.Function):
         gradient_MD = torch.empty_like(hidden_MD) if needs_gradient else None
         loss_M = torch.empty_like(weight_M)
         correct_M = torch.empty_like(label_M, dtype=torch.bool)
+        of_chunk = _chunk_loss_for(hidden_MD.device.type)
         for first in range(0, hidden_MD.shape[0], chunk_tokens):
             part = slice(first, first + chunk_tokens)
-            logits = (hidden_MD[part] @ head_VD.T).float()
-            label = label_M[part, None]
-            correct_M[part] = logits.argmax(dim=1) == label[:, 0]
-            log_sum = logits.logsumexp(dim=1, keepdim=True)
-            loss_M[part] = (log_sum - logits.gather(1, label))[:, 0] * weight_M[part]
+            logits = hidden_MD[part] @ head_VD.T
+            loss_M[part], correct_M[part], gradient = of_chunk(logits, label_M[part], weight_M[part])
             if needs_gradient:
-                gradient = logits.sub_(log_sum).exp_()
-                gradient.scatter_add_(1, label, torch.full_like(label, -1, dtype=gradient.dtype))
-                gradient.mul_(weight_M[part, None])
-                torch.mm(gradient.to(hidden_MD.dtype), head_VD, out=gradient_MD[part])
+                torch.mm(gradient, head_VD, out=gradient_MD[part])
         ctx.save_for_backward(*([gradient_MD] if needs_gradient else []))
         ctx.mark_non_differentiable(correct_M)
         return loss_M.sum(), correct_M

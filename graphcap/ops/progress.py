@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from dataclasses import dataclass
+from logging.handlers import MemoryHandler
 from pathlib import Path
 
 from graphcap.errors import DataError
@@ -232,34 +233,43 @@ LIBRARY_ENVIRONMENT = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-_library_log: logging.FileHandler | None = None
+_library_log: logging.Handler | None = None
 
 
-def quiet_libraries(log_path: Path) -> None:
+def quiet_libraries(log_path: Path | None) -> None:
     """Send Python warnings and the logs of transformers, torch and huggingface_hub to log_path, not the terminal.
 
+    None: hold them in memory until a later call names the file, so that nothing is written before a run may begin.
     Call it before these are imported (their variables are set where the user set none) and once more after: torch and
-    transformers give their loggers a terminal of their own while they are imported. Calling it again is harmless;
-    another log_path replaces the first.
+    transformers give their loggers a terminal of their own while they are imported. Calling it again is harmless.
     """
     global _library_log
     for name, value in LIBRARY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    path = os.path.abspath(log_path)
-    if _library_log is None or _library_log.baseFilename != path:
-        if _library_log is not None:
-            for name in LIBRARY_LOGGERS:
-                logging.getLogger(name).removeHandler(_library_log)
-            _library_log.close()
-        _library_log = logging.FileHandler(path, encoding="utf-8", delay=True)  # delay: no file while there is no word
+    held = _library_log
+    if log_path is not None and not (isinstance(held, logging.FileHandler) and held.baseFilename == os.path.abspath(log_path)):
+        _library_log = logging.FileHandler(log_path, encoding="utf-8", delay=True)  # delay: no file while there is no word
         _library_log.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    elif held is None:
+        _library_log = MemoryHandler(10_000, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
+    if held is not None and held is not _library_log:
+        if isinstance(held, MemoryHandler):
+            held.setTarget(_library_log)
+            held.flush()
+        for name in LIBRARY_LOGGERS:
+            logging.getLogger(name).removeHandler(held)
+        held.close()
     logging.captureWarnings(True)
+    _attach(_library_log)
+
+
+def _attach(handler: logging.Handler) -> None:
     for name in LIBRARY_LOGGERS:
         for child in [child for child in logging.root.manager.loggerDict if child.startswith(name + ".")]:
             _take_off_the_terminal(logging.getLogger(child))  # torch gives one to each of its parts
         logger = logging.getLogger(name)
         _take_off_the_terminal(logger)
-        logger.addHandler(_library_log)
+        logger.addHandler(handler)
         logger.propagate = False
 
 
@@ -270,12 +280,12 @@ def _take_off_the_terminal(logger: logging.Logger) -> None:
 
 
 def silence_transformers() -> None:
-    """Call after importing transformers: it draws no bars, and only errors speak where no file takes its warnings."""
+    """Call after importing transformers: it draws no bars, and only errors speak where nothing takes its warnings."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
     if _library_log is None:
         transformers_logging.set_verbosity_error()
     else:  # "some weights were not initialised" is a warning that belongs in the run's log
-        quiet_libraries(_library_log.baseFilename)
+        _attach(_library_log)
         transformers_logging.set_verbosity_warning()

@@ -1,0 +1,96 @@
+"""Warm up, capture, replay and close: CUDA graphs of plain functions, in one memory pool, on one stream.
+
+Knows nothing of drafters. A captured function reads and writes tensors that its owner keeps at fixed addresses; nothing in
+it may read a value on the host. A `Graph` keeps no reference to the function it was captured from, so a replay cannot run
+Python.
+
+Calls: engine/buckets.py. The only file that names torch.cuda.CUDAGraph.
+"""
+
+import gc
+from collections.abc import Callable
+
+import torch
+
+from graphcap.errors import CaptureError
+
+
+class Graph:
+    """One captured function: `replay()` launches it, `outputs` are its results, overwritten by every replay of the pool."""
+
+    def __init__(self, name: str, graph: torch.cuda.CUDAGraph, outputs) -> None:
+        self.name, self._graph, self.outputs = name, graph, outputs
+        self.num_replays = 0
+
+    def replay(self) -> None:
+        self._graph.replay()
+        self.num_replays += 1
+
+    def close(self) -> None:
+        self._graph.reset()
+        self.outputs = None
+
+
+class Capturer:
+    """Captures functions one after the other into one pool; all of them run on `stream`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
+        self.graphs: list[Graph] = []
+
+    def warm_up(self, function: Callable[[], object], *, times: int = 2) -> None:
+        """Run `function` eagerly on the capture stream: compilation, library workspaces and lazy state happen here."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            for _ in range(times):
+                function()
+        torch.cuda.current_stream().wait_stream(self.stream)
+        torch.cuda.synchronize(self.device)
+
+    def capture(self, name: str, function: Callable[[], object]) -> Graph:
+        """Record one call of `function`. It does not run; the first replay does.
+
+        Raises: CaptureError naming the cause and remedies. Stream and garbage collector are as before; torch may keep the
+        pool and a wrong capture state, so the process should end.
+        """
+        before, collecting = torch.cuda.current_stream(), gc.isenabled()
+        graph = torch.cuda.CUDAGraph()
+        gc.collect()
+        gc.disable()  # a collected graph would destroy CUDA objects in the middle of this capture
+        try:
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                outputs = function()
+        except Exception as error:
+            raise _capture_error(name, error) from error
+        finally:
+            torch.cuda.set_stream(before)
+            if collecting:
+                gc.enable()
+        captured = Graph(name, graph, outputs)
+        self.graphs.append(captured)
+        return captured
+
+    def close(self) -> None:
+        """Destroy every graph; before process groups, whose communicators graphs may hold."""
+        torch.cuda.synchronize(self.device)
+        for graph in self.graphs:
+            graph.close()
+        self.graphs = []
+
+
+def _capture_error(name: str, error: Exception) -> CaptureError:
+    """The first error in the chain is the true one: what follows it in a capture is its echo."""
+    first = error
+    while first.__context__ is not None:
+        first = first.__context__
+    text = (str(first).strip().splitlines() or [type(first).__name__])[0]
+    if "out of memory" in text.lower():
+        cause, fix = "not enough GPU memory", "(1) plan a smaller largest bucket (shapes.row_length), (2) lower loss.chunk_tokens"
+    else:
+        cause = "something in the step reads a value on the host, synchronizes or copies from pageable memory"
+        fix = ("(1) look at the traceback above for .item(), .tolist(), bool(tensor), torch.cuda.synchronize(), "
+               "(2) run the same command with --eager, which needs no capture")
+    return CaptureError("capture", name, expected="a step that CUDA can record", got=f"{type(first).__name__}: {text}",
+                        cause=cause, fix=fix)

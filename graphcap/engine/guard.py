@@ -1,0 +1,164 @@
+"""Guards around training: deterministic settings, the shut door, the census of addresses.
+
+After warm-up the door shuts for the whole process: a compile in any thread is refused with our message, a recompile of a
+warmed-up function is an error, and flex attention outside a compiled function is one too. What a replay reads and writes
+must not move: the census compares addresses.
+
+Calls: engine/buckets.py, build.py, train.py.
+"""
+
+import os
+import threading
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from graphcap.errors import CaptureError
+
+# Every private or changing name of torch that the engine uses, and the versions in which its source was read. A test
+# checks on the installed torch that each exists.
+TORCH_NAMES = (
+    ("torch.compiler.set_stance", "2.11 2.13"),
+    ("torch._dynamo.callback.callback_handler.register_start_callback", "2.11 2.13"),
+    ("torch._dynamo.callback.callback_handler.remove_start_callback", "2.11 2.13"),
+    ("torch._dynamo.callback.callback_handler.register_end_callback", "2.11 2.13"),
+    ("torch._dynamo.config.recompile_limit", "2.11 2.13"),
+    ("torch._dynamo.config.accumulated_recompile_limit", "2.11 2.13"),
+    ("torch._dynamo.config.fail_on_recompile_limit_hit", "2.11 2.13"),
+    ("torch._inductor.config.deterministic", "2.11 2.13"),
+    ("torch._inductor.config.triton.cudagraphs", "2.11 2.13"),
+    ("torch.nn.attention.flex_attention._warn_once", "2.11 2.13"),
+    ("torch.nn.attention.flex_attention._WARNINGS_SHOWN", "2.11 2.13"),
+    ("torch.nn.attention.flex_attention.BlockMask.from_kv_blocks", "2.11 2.13"),
+    ("torch.optim.adamw.adamw", "2.11 2.13"),
+    ("torch.cuda.graph", "2.11 2.13"),
+    ("torch.cuda.CUDAGraph", "2.11 2.13"),
+    ("torch.cuda.graph_pool_handle", "2.11 2.13"),
+    ("torch._foreach_norm", "2.11 2.13"),
+    ("torch._foreach_add_", "2.11 2.13"),
+)
+UNFUSED = "flex_attention called without torch.compile"
+
+
+def use_deterministic_math() -> dict[str, str]:
+    """Settings under which the same inputs give the same bits, also between processes. Returns them, for env.json.
+
+    Must run before the first CUDA call: cuBLAS reads its workspace setting when it starts.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    if torch.cuda.is_available():
+        from torch._dynamo import config as dynamo_config
+        from torch._inductor import config as inductor_config
+
+        inductor_config.deterministic = True
+        dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, 256)
+    return {
+        "CUBLAS_WORKSPACE_CONFIG": os.environ["CUBLAS_WORKSPACE_CONFIG"], "tf32": "off", "bf16_reduced_precision_reduction": "off",
+        "inductor": "deterministic" if torch.cuda.is_available() else "not used",
+    }
+
+
+@dataclass
+class Compiles:
+    """Compiles of the process, counted by torch's own callback: before the door shut, refused after it, now running."""
+
+    before: int = 0
+    refused: int = 0
+    running: dict[int, str] = None
+
+
+class Door:
+    """Counts compiles while open; once shut, refuses every compile in every thread of the process."""
+
+    def __init__(self) -> None:
+        from torch._dynamo.callback import callback_handler
+
+        self.shut, self.counts, self._running = False, Compiles(running={}), {}
+        self._lock = threading.Lock()
+        callback_handler.register_start_callback(self._compile_starts)
+        callback_handler.register_end_callback(self._compile_ends)
+
+    def close(self) -> None:
+        """Shut the door. Raises: CaptureError naming the thread if a compile is still running somewhere."""
+        from torch._dynamo import config as dynamo_config
+        from torch.nn.attention import flex_attention as flex
+
+        with self._lock:
+            running = sorted(set(self._running.values()))
+            if running:
+                raise CaptureError("thread", running[0], expected="no compile under way when training begins", got="a compile still running",
+                                   fix="let that thread finish, or start it after training; graphcap compiles only before update 1")
+            self.shut = True
+        dynamo_config.fail_on_recompile_limit_hit = True
+        torch.compiler.set_stance("fail_on_recompile")
+        warnings.filterwarnings("error", message=UNFUSED)
+        flex._WARNINGS_SHOWN.discard("flex_attention_performance")
+
+    def open(self) -> None:
+        """Let compiles through again: at the end of a run, and in tests."""
+        self.shut = False
+        torch.compiler.set_stance("default")
+
+    def remove(self) -> None:
+        """Open the door and take it out of the process."""
+        from torch._dynamo.callback import callback_handler
+
+        self.open()
+        callback_handler.remove_start_callback(self._compile_starts)
+        callback_handler.remove_end_callback(self._compile_ends)
+
+    def _compile_starts(self, arguments) -> None:
+        thread = threading.current_thread()
+        with self._lock:
+            if not self.shut:
+                self.counts.before += 1
+                self._running[thread.ident] = thread.name
+                return
+            self.counts.refused += 1
+        raise CaptureError("compile", f"{arguments.compile_id} in thread {thread.name}", expected="no compile once training has begun",
+                           got="a new compile", cause="graphcap compiles everything before update 1",
+                           fix="compile it before training starts, or in another process")
+
+    def _compile_ends(self, arguments) -> None:
+        with self._lock:
+            self._running.pop(threading.current_thread().ident, None)
+
+
+class Census:
+    """The addresses of every tensor that a graph reads or writes and that outlives a step."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+
+    def check(self, tensors: dict[str, Tensor]) -> None:
+        """Raises: CaptureError naming the first tensor that is missing or has moved since the census was taken."""
+        for name, address in self._addresses.items():
+            tensor = tensors.get(name)
+            if tensor is None or tensor.data_ptr() != address:
+                raise CaptureError("tensor", name, expected="the address it had when the graphs were captured",
+                                   got="nothing" if tensor is None else "another address",
+                                   cause="a captured graph keeps reading and writing the old one",
+                                   fix="copy into the tensor in place instead of replacing it")
+
+
+def check_same_bits(bucket_name: str, eager: dict[str, Tensor], replayed: dict[str, Tensor]) -> None:
+    """The audit of a capture: a replay must leave the bits that the eager step left.
+
+    Raises: CaptureError naming bucket and tensor.
+    """
+    for name, tensor in eager.items():
+        if not torch.equal(tensor, replayed[name]) and not _same_nans(tensor, replayed[name]):
+            raise CaptureError("bucket", bucket_name, expected=f"the same bits in '{name}' from replay and eager step",
+                               got=f"a largest difference of {(tensor.double() - replayed[name].double()).abs().max().item():.2e}",
+                               cause="the captured step computes something else",
+                               fix="run the same command with --eager, and report this with env.json")
+
+
+def _same_nans(left: Tensor, right: Tensor) -> bool:
+    return left.is_floating_point() and torch.equal(torch.nan_to_num(left), torch.nan_to_num(right))
