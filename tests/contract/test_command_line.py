@@ -1,0 +1,120 @@
+"""The door: quick and light help, every key described, bad input refused in one form with nothing written."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from graphcap import config
+from graphcap.cli import main
+
+ROOT = Path(__file__).parents[2]
+TINY = str(ROOT / "runs" / "tiny.toml")
+
+
+def command(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "graphcap", *arguments], cwd=cwd, capture_output=True, text=True, timeout=120,
+        env={**__import__("os").environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+def test_help_answers_faster_than_torch_could_be_imported_and_does_not_import_it():
+    code = "import sys, graphcap.cli as cli\ntry: cli.main(['--help'])\nexcept SystemExit: pass\nprint('torch' in sys.modules)"
+    begin = time.perf_counter()
+    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    help_s = time.perf_counter() - begin
+    begin = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True)
+    torch_s = time.perf_counter() - begin
+    assert shown.stdout.strip().endswith("False")
+    assert help_s < torch_s / 2, f"help took {help_s:.2f} s, importing torch {torch_s:.2f} s"
+
+
+@pytest.mark.parametrize("verb", ["train", "eval"])
+def test_help_of_every_verb_has_an_example(verb, capsys):
+    try:
+        main([verb, "--help"])
+    except SystemExit as end:
+        assert end.code == 0
+    assert f"example:\n  graphcap {verb} " in capsys.readouterr().out
+
+
+def test_help_of_a_recipe_prints_every_key_with_type_default_and_a_line(capsys):
+    assert main(["train", TINY, "--help"]) == 0
+    shown = capsys.readouterr().out
+    for section in dataclasses.fields(config.Recipe):
+        for field in dataclasses.fields(section.type):
+            assert re.search(rf"\n  {section.name}\.{field.name}: .*(default|required).*\n      {re.escape(field.metadata['doc'])}", shown)
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["runs/none.toml"], ["recipe 'runs/none.toml'", "no such file"]),
+    (["."], ["recipe '.'", "a folder"]),
+    ([TINY, "optimizer.epoch=2"], ["'epoch'", "did you mean 'epochs'"]),
+    ([TINY, "optimiser.epochs=2"], ["'optimiser'", "did you mean 'optimizer'"]),
+    ([TINY, "optimizer.epochs=two"], ["'optimizer.epochs'", "whole number", "'two'"]),
+    ([TINY, "optimizer.epochs=0"], ["at least 1", "got 0"]),
+    ([TINY, "optimizer.learning_rate=nan"], ["'optimizer.learning_rate'", "finite"]),
+    ([TINY, "run.device=cudo"], ["one of auto, cpu, cuda", "did you mean 'cuda'"]),
+    ([TINY, "epochs=2"], ["section.key=value"]),
+    ([TINY, "drafter.target_layer_ids=2,2"], ["rising", "[2, 2]"]),
+    ([TINY, "run.name=../x"], ["plain folder name"]),
+    ([TINY, "checkpoint.every=30", "eval.every=20"], ["multiple or a divisor"]),
+])
+def test_bad_input_is_refused_in_the_one_form_and_writes_nothing(arguments, words, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *arguments]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith("graphcap: ") and "expected " in shown.err and ", got " in shown.err and ". Fix: " in shown.err
+    assert all(word in shown.err for word in words), shown.err
+    assert not list(tmp_path.iterdir()) and "Traceback" not in shown.err
+
+
+@pytest.mark.parametrize(("override", "words"), [
+    ("target.path=nowhere", ["'target.path'", "nowhere"]),
+    ("data.train=nothing.jsonl", ["nothing.jsonl"]),
+    ("drafter.mask_token=<nope>", ["'drafter.mask_token'", "<nope>"]),
+    ("drafter.mask_token=<|im_end|>", ["'drafter.mask_token'", "no text contains"]),
+    ("drafter.target_layer_ids=0,12", ["target_layer_ids", "0 to 11"]),
+    ("drafter.num_tapped_layers=13", ["num_tapped_layers", "12 layers"]),
+])
+def test_bad_input_that_only_loading_can_find_writes_nothing(override, words, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert main(["train", TINY, override, f"run.out={tmp_path}", "run.device=cpu"]) == 2
+    error = capsys.readouterr().err
+    assert all(word in error for word in words), error
+    assert ". Fix: " in error and not list(tmp_path.iterdir())
+
+
+def test_the_folder_of_something_else_and_a_changed_recipe_are_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "notes.txt").write_text("mine")
+    assert main(["train", TINY, f"run.out={tmp_path}"]) == 2
+    assert "a folder with other files" in capsys.readouterr().err
+    recipe = config.load_recipe(TINY, [f"run.out={tmp_path}", "run.name=other"])
+    recipe.folder.mkdir()
+    (recipe.folder / "config.toml").write_text(config.to_toml(recipe))
+    assert main(["train", TINY, f"run.out={tmp_path}", "run.name=other", "optimizer.learning_rate=0.1", "run.seed=5"]) == 2
+    error = capsys.readouterr().err
+    assert "optimizer.learning_rate" in error and "run.seed" in error
+
+
+def test_recipes_and_overrides_survive_being_written_and_read(tmp_path):
+    recipe = config.load_recipe(TINY, ["run.note=with \"quotes\" and \\ and é", "optimizer.epochs=3", "drafter.target_layer_ids=1,3"])
+    (tmp_path / "again.toml").write_text(config.to_toml(recipe), encoding="utf-8")
+    assert config.load_recipe(tmp_path / "again.toml") == recipe
+    assert recipe.drafter.target_layer_ids == (1, 3) and recipe.optimizer.epochs == 3
+
+
+def test_grow_keys_may_grow_and_free_keys_may_change_but_same_keys_may_not():
+    old = config.load_recipe(TINY)
+    config.check_resume(old, config.load_recipe(TINY, ["optimizer.epochs=9", "checkpoint.keep=5"]))
+    for override in ("optimizer.epochs=1", "run.seed=1", "drafter.block_size=16"):
+        with pytest.raises(config.ConfigError):
+            config.check_resume(old, config.load_recipe(TINY, [override]))
