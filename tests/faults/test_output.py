@@ -53,7 +53,7 @@ def test_only_graphcaps_own_lines_and_one_bar_are_seen_and_a_second_run_prints_t
     again, terminal, code = run_on_a_terminal(arguments)
     assert code == 0 and not terminal
     assert table in again and "nothing is trained" in again and "to start afresh" in again
-    assert "training  " not in again
+    assert "\ntraining  " not in again
 
 
 def test_a_strange_line_would_be_seen():
