@@ -111,6 +111,8 @@ class Eval:
     documents: int = key(64, "held-out documents of an evaluation", unit="documents", resume="same", low=1)
     prompts: int = key(32, "held-out prompts decoded for the table", unit="prompts", resume="free", low=1)
     max_new_tokens: int = key(128, "longest decoded reply", unit="tokens", resume="free", low=1)
+    dtype: str = key("auto", "dtype of target and drafter when decoding; auto: as in training", resume="free",
+                     choices=("auto", "float32", "bfloat16"))
     passes: int = key(3, "timed passes over the prompts; the median counts", unit="passes", resume="free", low=1)
 
 

@@ -4,6 +4,7 @@
 folder. The table itself is ops/report.py's.
 """
 
+import contextlib
 import json
 import statistics
 from collections import Counter
@@ -14,6 +15,7 @@ import torch
 
 from graphcap.config import Recipe, load_recipe
 from graphcap.data.conversations import read_conversations
+from graphcap.engine.decoding import FixedSteps
 from graphcap.errors import ConfigError, DataError
 from graphcap.model.decode import Reply, decode_plain, decode_speculative, prompt_lookup_committed
 from graphcap.model.drafter import Drafter
@@ -68,15 +70,14 @@ def measure(target: Target, drafter: Drafter, prompts: Prompts, *, passes: int, 
     before: the drafter as it was before training, decoded once, or None. say: called with a line of what happens next.
     Returns the result that ops/report.table prints. Raises: nothing of its own.
     """
-    limits = {"max_new_tokens": prompts.max_new_tokens, "stop_ids": prompts.stop_ids}
     plain_s, drafted_s = [], []
     plain = drafted = []
     say(f"decoding {len(prompts.token_ids)} held-out prompts, plain and with the drafter, {passes} times")
-    for _ in range(passes):
-        plain = [decode_plain(target, prompt, **limits) for prompt in prompts.token_ids]
-        drafted = [decode_speculative(target, drafter, prompt, **limits) for prompt in prompts.token_ids]
-        plain_s.append(_seconds_per_token(plain))
-        drafted_s.append(_seconds_per_token(drafted))
+    with _decoder(target, drafter, prompts) as decode:
+        for _ in range(passes):
+            plain, drafted = decode(decode_plain), decode(decode_speculative)
+            plain_s.append(_seconds_per_token(plain))
+            drafted_s.append(_seconds_per_token(drafted))
     texts = [reply.token_ids for reply in plain]
     looked_up = [
         prompt_lookup_committed(prompt, text, block_size=drafter.config.block_size)
@@ -90,13 +91,40 @@ def measure(target: Target, drafter: Drafter, prompts: Prompts, *, passes: int, 
         "plain_s_per_token": statistics.median(plain_s), "speculative_s_per_token": statistics.median(drafted_s),
         "distinct_4grams": report.distinct_4grams(texts),
         "survival": report.survival([reply.accepted for reply in drafted], drafter.config.block_size),
-        **_costs(plain, drafted),
+        **_costs(statistics.median(plain_s), statistics.median(drafted_s), drafted),
         **compare(plain, drafted),
     }
     if before is not None:
-        untrained = [decode_speculative(target, before, prompt, **limits) for prompt in prompts.token_ids]
+        with _decoder(target, before, prompts) as decode:
+            untrained = decode(decode_speculative)
         result["before"] = report.acceptance([reply.committed for reply in untrained])
     return result
+
+
+@contextlib.contextmanager
+def _decoder(target: Target, drafter: Drafter, prompts: Prompts):
+    """A function that decodes every prompt with decode_plain or decode_speculative; on a GPU by replaying graphs."""
+    limits = {"max_new_tokens": prompts.max_new_tokens, "stop_ids": prompts.stop_ids}
+    on_gpu = target.head_VD.device.type == "cuda"
+    longest = max(map(len, prompts.token_ids)) + prompts.max_new_tokens + drafter.config.block_size + 1
+    steps = FixedSteps(target, drafter, max_length=longest) if on_gpu else None
+
+    def decode(way) -> list[Reply]:
+        who = (target,) if way is decode_plain else (target, drafter)
+        return [way(*who, prompt, steps=steps, **limits) for prompt in prompts.token_ids]
+
+    try:
+        yield decode
+    finally:
+        if steps is not None:
+            steps.close()
+
+
+def as_decoded(target: Target, dtype: str) -> torch.dtype:
+    """Convert the target, in place, to `eval.dtype`; returns the dtype it then has. Captured training must have ended."""
+    if dtype != "auto":
+        target.model.to(getattr(torch, dtype))
+    return target.head_VD.dtype
 
 
 def _seconds_per_token(replies: list[Reply]) -> float:
@@ -104,13 +132,12 @@ def _seconds_per_token(replies: list[Reply]) -> float:
     return sum(reply.decode_s for reply in replies) / max(1, sum(len(reply.token_ids) - 1 for reply in replies))
 
 
-def _costs(plain: list[Reply], drafted: list[Reply]) -> dict[str, float]:
-    """What verifying and drafting a block cost, in plain decoding steps."""
-    step_s = _seconds_per_token(plain)
+def _costs(plain_s: float, drafted_s: float, drafted: list[Reply]) -> dict[str, float]:
+    """What verifying and drafting a block cost, in plain decoding steps. plain_s, drafted_s: seconds per token."""
     visits = max(1, sum(len(reply.accepted) for reply in drafted))
-    drafting = sum(reply.draft_s for reply in drafted) / visits
-    whole = sum(reply.decode_s for reply in drafted) / visits
-    return {"draft_cost": drafting / step_s, "verify_cost": (whole - drafting) / step_s}
+    whole = drafted_s / plain_s * sum(len(reply.token_ids) - 1 for reply in drafted) / visits
+    share = sum(reply.draft_s for reply in drafted) / max(1e-12, sum(reply.decode_s for reply in drafted))
+    return {"draft_cost": whole * share, "verify_cost": whole * (1 - share)}
 
 
 def compare(plain: list[Reply], drafted: list[Reply]) -> dict:
@@ -150,7 +177,9 @@ def run_eval(folders: list[str], *, target_path: str | None, prompt_paths: list[
 
 
 def _measure_folder(weights: Path, recipe: Recipe | None, target_path: str | None, prompt_paths: list[str], settings: dict) -> dict:
-    device, dtype = device_and_dtype(recipe.run.device if recipe else "auto", recipe.target.dtype if recipe else "auto")
+    wanted = [recipe.eval.dtype, recipe.target.dtype] if recipe else []
+    dtype_name = next((name for name in wanted if name != "auto"), "auto")
+    device, dtype = device_and_dtype(recipe.run.device if recipe else "auto", dtype_name)
     path = target_path or recipe.target.path
     revision = "main" if target_path or recipe is None else recipe.target.revision
     trust = bool(recipe and not target_path and recipe.target.trust_remote_code)

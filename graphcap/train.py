@@ -17,7 +17,7 @@ from graphcap.data.packing import Update
 from graphcap.engine.evaluation import Evaluation, fitting
 from graphcap.engine.step import RING
 from graphcap.errors import CheckpointError
-from graphcap.eval import load_prompts, measure, stop_ids_of
+from graphcap.eval import as_decoded, load_prompts, measure, stop_ids_of
 from graphcap.ops import checkpoint, report, runfolder
 from graphcap.ops.export import CONFIG, WEIGHTS, config_document, read_drafter, weight_tensors
 from graphcap.ops.progress import MetricsLog, Progress, quiet_libraries
@@ -189,7 +189,7 @@ def conclude(run: TrainingRun, *, say) -> dict:
     recipe, folder = run.recipe, run.folder
     weights = checkpoint.best(folder / "checkpoints")
     newest, _ = checkpoint.newest(folder / "checkpoints")
-    device, dtype = run.target.head_VD.device, run.target.head_VD.dtype
+    device, dtype = run.target.head_VD.device, as_decoded(run.target, recipe.eval.dtype)
     drafter = read_drafter(weights, dtype=dtype, device=device)
     untrained = make_drafter(recipe, drafter.config).to(device=device, dtype=dtype)
     prompts = load_prompts(

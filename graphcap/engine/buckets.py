@@ -45,6 +45,9 @@ class Step(Protocol):
     def state_tensors(self) -> dict[str, Tensor]:
         """Every tensor that outlives a step, by name. Their addresses never change."""
 
+    def audit(self, bucket, slot: Slot) -> None:
+        """Check whatever the step wants checked on its example in `slot`, before capture; raises if it is wrong."""
+
     def reset(self) -> None:
         """Bring the state, in place, to where training begins."""
 
@@ -90,9 +93,11 @@ class Engine:
         torch.cuda.set_stream(self.stream)
         for bucket in self.slots:
             begin = time.perf_counter()
+            self.step.reset()
             self._warm_up(bucket)
             self.start_up.warm_up_s[bucket.name] = time.perf_counter() - begin
             say(f"compile   bucket {bucket.name}: {self.start_up.warm_up_s[bucket.name]:.1f} s")
+            self.step.audit(bucket, self.slots[bucket])
         self.door.close()
         expected = {bucket: self._audited(bucket) for bucket in self.slots}
         if not eager:

@@ -27,8 +27,9 @@ TORCH_NAMES = (
     ("torch._dynamo.config.recompile_limit", "2.11 2.13"),
     ("torch._dynamo.config.accumulated_recompile_limit", "2.11 2.13"),
     ("torch._dynamo.config.fail_on_recompile_limit_hit", "2.11 2.13"),
+    ("torch.use_deterministic_algorithms", "2.11 2.13"),
+    ("torch.utils.deterministic.fill_uninitialized_memory", "2.11 2.13"),
     ("torch._inductor.config.deterministic", "2.11 2.13"),
-    ("torch._inductor.config.triton.cudagraphs", "2.11 2.13"),
     ("torch.nn.attention.flex_attention._warn_once", "2.11 2.13"),
     ("torch.nn.attention.flex_attention._WARNINGS_SHOWN", "2.11 2.13"),
     ("torch.nn.attention.flex_attention.BlockMask.from_kv_blocks", "2.11 2.13"),
@@ -53,9 +54,11 @@ def use_deterministic_math() -> dict[str, str]:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if torch.cuda.is_available():
         from torch._dynamo import config as dynamo_config
-        from torch._inductor import config as inductor_config
 
-        inductor_config.deterministic = True
+        # This also sets Inductor's deterministic mode. Setting that alone does not last: after every compile Dynamo puts
+        # back the global flag, and with it Inductor's, so that kernels would be chosen by timing (torch 2.11 and 2.13).
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
         dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, 256)
     return {
         "CUBLAS_WORKSPACE_CONFIG": os.environ["CUBLAS_WORKSPACE_CONFIG"], "tf32": "off", "bf16_reduced_precision_reduction": "off",

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graphcap.engine.audit import audit_attention
 from graphcap.engine.optimizer import FlatState, Hyper, apply_update
 from graphcap.engine.slots import Buffer, Slot
 from graphcap.model.attention import attention_for
@@ -97,14 +98,32 @@ class DrafterStep:
         ))
         self.ring.index_copy_(0, row, torch.cat((metrics, means[1:]))[None])
 
+    def audit(self, bucket, slot: Slot) -> None:
+        """Check the bucket's compiled attention against a dense reference. Reads on the host; before capture only.
+
+        Raises: CaptureError naming bucket and quantity.
+        """
+        config = self.drafter.config
+        blocks = self._blocks(slot)
+        mask = self.attention.mask(blocks.visibility, blocks.token_ids_Q.numel())
+        attention, scale = self.attention, self.drafter.scale
+        audit_attention(
+            self.drafter.layers[0], blocks, self.drafter.table(blocks.position_Q, self.target.head_VD.dtype),
+            lambda q, k, v: attention(q, k, v, mask, scale), bucket_name=bucket.name,
+            context_shape=(config.num_kv_heads, bucket.length, config.head_dim), scale=scale,
+        )
+
+    def _blocks(self, slot: Slot) -> Blocks:
+        return make_blocks(
+            slot["token_ids"], slot["position"], slot["supervised"], slot["anchors"],
+            decay_J=self.decay_J, mask_token_id=self.drafter.config.mask_token_id,
+        )
+
     def _forward(self, slot: Slot) -> tuple[Blocks, Tensor, Tensor]:
         token_ids_T, position_T = slot["token_ids"], slot["position"]
         features_TF = self.target.head_VD.new_empty(token_ids_T.numel(), self.target.num_features)
         self.target.features(token_ids_T, position_T, features_TF)
-        blocks = make_blocks(
-            token_ids_T, position_T, slot["supervised"], slot["anchors"],
-            decay_J=self.decay_J, mask_token_id=self.drafter.config.mask_token_id,
-        )
+        blocks = self._blocks(slot)
         mask = self.attention.mask(blocks.visibility, blocks.token_ids_Q.numel())
         context = self.drafter.context(features_TF, position_T)
         embeddings_QD = self.target.embed(blocks.token_ids_Q)

@@ -99,9 +99,9 @@ def block_mask(visibility: Visibility, num_queries: int):
     """The flex attention BlockMask of a visibility. num_queries and the context length must be multiples of TILE."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    some, full = tiles(visibility, num_queries)
     num_keys = visibility.num_context + (num_queries if visibility.group > 1 else 0)
     assert num_queries % TILE == 0 and visibility.num_context % TILE == 0, f"{num_queries} queries, {num_keys} keys"
+    some, full = tiles(visibility, num_queries)
     return BlockMask.from_kv_blocks(
         *_ordered(some & ~full), *_ordered(full), BLOCK_SIZE=TILE, mask_mod=visibility.predicate(),
         seq_lengths=(num_queries, num_keys),

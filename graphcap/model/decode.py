@@ -68,58 +68,85 @@ def draft(drafter: Drafter, target: Target, cache: DrafterCache, token_id: int) 
     return (hidden_KD[1:] @ target.head_VD.T).argmax(dim=-1)
 
 
-@torch.no_grad()
-def decode_plain(target: Target, prompt_ids: list[int], *, max_new_tokens: int, stop_ids: set[int]) -> Reply:
-    """Greedy decoding, one token a forward, on the same cache and code as `decode_speculative`."""
-    reply, cache, device = Reply(), KeyValueCache(len(prompt_ids) + max_new_tokens + 1), target.head_VD.device
-    begin = time.perf_counter()
-    logits, _ = target.extend(torch.tensor(prompt_ids, device=device), cache, last_only=True)
-    cache.length = len(prompt_ids)
-    _commit_plain(reply, logits)
+class EagerSteps:
+    """The steps of decoding one sequence, launched from Python: the prompt's forward, a plain step, a speculative step.
+
+    engine/decoding.py has the same three as replayed graphs.
+    """
+
+    def __init__(self, target: Target, drafter: Drafter | None, *, max_length: int) -> None:
+        """drafter: None if only plain steps are taken. max_length: tokens of prompt, reply and one block."""
+        self.target, self.drafter, self.device = target, drafter, target.head_VD.device
+        self.cache, self.drafter_cache = KeyValueCache(max_length), DrafterCache(max_length)
+
+    @torch.no_grad()
+    def prefill(self, prompt_ids: list[int]) -> tuple[int, float]:
+        """The reply's first token, and how far its logit is above the second largest."""
+        logits, features = self.target.extend(torch.tensor(prompt_ids, device=self.device), self.cache, last_only=True)
+        self.cache.length = len(prompt_ids)
+        if self.drafter is not None:
+            self.drafter_cache.append(self.drafter, features)
+        return largest(logits)
+
+    @torch.no_grad()
+    def plain(self, token_id: int) -> tuple[int, float]:
+        """The token after `token_id`, and its lead over the second largest logit."""
+        logits, _ = self.target.extend(torch.tensor([token_id], device=self.device), self.cache)
+        self.cache.length += 1
+        return largest(logits)
+
+    @torch.no_grad()
+    def speculative(self, token_id: int) -> tuple[list[int], int, float]:
+        """One draft and verification behind `token_id`: the target's K choices, leading matches, and the draft's seconds."""
+        begin = time.perf_counter()
+        drafted = draft(self.drafter, self.target, self.drafter_cache, token_id)
+        proposed = drafted.tolist()
+        draft_s = time.perf_counter() - begin
+        block = torch.cat((torch.tensor([token_id], device=self.device), drafted))
+        logits, features = self.target.extend(block, self.cache)
+        chosen = logits.argmax(dim=-1).tolist()
+        matches = leading_match_count(proposed, chosen)
+        self.cache.length += matches + 1
+        self.drafter_cache.append(self.drafter, features[: matches + 1])
+        return chosen, matches, draft_s
+
+
+def largest(logits_SV: Tensor) -> tuple[int, float]:
+    """The last row's most likely token, and how far its logit is above the second largest."""
+    top = logits_SV[-1].topk(2)
+    return int(top.indices[0]), float(top.values[0] - top.values[1])
+
+
+def decode_plain(target: Target, prompt_ids: list[int], *, max_new_tokens: int, stop_ids: set[int], steps=None) -> Reply:
+    """Greedy decoding, one token a forward. steps: EagerSteps by default, or another way to take the same steps."""
+    steps = steps or EagerSteps(target, None, max_length=len(prompt_ids) + max_new_tokens + 1)
+    reply, begin = Reply(), time.perf_counter()
+    token_id, gap = steps.prefill(prompt_ids)
+    reply.token_ids, reply.gaps = [token_id], [gap]
     reply.prefill_s, begin = time.perf_counter() - begin, time.perf_counter()
     while len(reply.token_ids) < max_new_tokens and reply.token_ids[-1] not in stop_ids:
-        logits, _ = target.extend(torch.tensor(reply.token_ids[-1:], device=device), cache)
-        cache.length += 1
-        _commit_plain(reply, logits)
+        token_id, gap = steps.plain(reply.token_ids[-1])
+        reply.token_ids.append(token_id)
+        reply.gaps.append(gap)
     reply.decode_s = time.perf_counter() - begin
     return reply
 
 
-def _commit_plain(reply: Reply, logits_1V: Tensor) -> None:
-    top = logits_1V[-1].topk(2)
-    reply.token_ids.append(int(top.indices[0]))
-    reply.gaps.append(float(top.values[0] - top.values[1]))
-
-
-@torch.no_grad()
 def decode_speculative(
-    target: Target, drafter: Drafter, prompt_ids: list[int], *, max_new_tokens: int, stop_ids: set[int]
+    target: Target, drafter: Drafter, prompt_ids: list[int], *, max_new_tokens: int, stop_ids: set[int], steps=None
 ) -> Reply:
     """Greedy speculative decoding: draft a block, verify it in one target forward, keep the leading matches and one more."""
-    block_size, device = drafter.config.block_size, target.head_VD.device
-    max_length = len(prompt_ids) + max_new_tokens + block_size + 1
-    reply, cache, drafter_cache = Reply(), KeyValueCache(max_length), DrafterCache(max_length)
-    begin = time.perf_counter()
-    logits, features = target.extend(torch.tensor(prompt_ids, device=device), cache, last_only=True)
-    cache.length = len(prompt_ids)
-    drafter_cache.append(drafter, features)
-    reply.token_ids.append(int(logits[-1].argmax()))
+    steps = steps or EagerSteps(target, drafter, max_length=len(prompt_ids) + max_new_tokens + drafter.config.block_size + 1)
+    reply, begin = Reply(), time.perf_counter()
+    reply.token_ids = [steps.prefill(prompt_ids)[0]]
     reply.prefill_s, begin = time.perf_counter() - begin, time.perf_counter()
     while len(reply.token_ids) < max_new_tokens and reply.token_ids[-1] not in stop_ids:
-        drafting = time.perf_counter()
-        drafted = draft(drafter, target, drafter_cache, reply.token_ids[-1])
-        proposed = drafted.tolist()
-        reply.draft_s += time.perf_counter() - drafting
-        block = torch.cat((torch.tensor(reply.token_ids[-1:], device=device), drafted))
-        logits, features = target.extend(block, cache)
-        chosen = logits.argmax(dim=-1).tolist()
-        matches = leading_match_count(proposed, chosen)
-        cache.length += matches + 1
-        drafter_cache.append(drafter, features[: matches + 1])
+        chosen, matches, draft_s = steps.speculative(reply.token_ids[-1])
         kept = cut(chosen[: matches + 1], stop_ids=stop_ids, room=max_new_tokens - len(reply.token_ids))
         reply.token_ids += kept
         reply.accepted.append(matches + 1)
         reply.committed.append(len(kept))
+        reply.draft_s += draft_s
     reply.decode_s = time.perf_counter() - begin
     return reply
 

@@ -66,7 +66,7 @@ def tapped_layers(num_target_layers: int, num_tapped: int) -> list[int]:
     if num_tapped == 1:
         return [num_target_layers // 2]
     ids = [round(1 + i * (num_target_layers - 4) / (num_tapped - 1)) for i in range(num_tapped)]
-    if len(set(ids)) != num_tapped or ids[0] < 0 or ids[-1] >= num_target_layers:
+    if ids != sorted(set(ids)) or ids[0] < 0 or ids[-1] >= num_target_layers:
         if num_tapped <= num_target_layers:  # too shallow to leave both ends out; z-lab's loop norms the last layer's output
             last = min(num_target_layers, max(num_tapped, num_target_layers - 1))
             return list(range(last - num_tapped, last))

@@ -109,6 +109,10 @@ class KeyValueCache:
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
 
+    def positions(self, token_ids_N: Tensor) -> Tensor:
+        """Where the next tokens stand: int64 [N]."""
+        return torch.arange(self.length, self.length + token_ids_N.numel(), device=token_ids_N.device)
+
     def __call__(self, layer: int, q_HNC: Tensor, k_GNC: Tensor, v_GNC: Tensor, scale: float, window: int | None) -> Tensor:
         if layer not in self.keys:
             shape = (k_GNC.shape[0], self.max_length, k_GNC.shape[2])
@@ -142,7 +146,7 @@ class Target:
         AttentionInterface.register(ATTENTION, _attend)
         model.set_attn_implementation(ATTENTION)
         for name, what in REFUSED.items():
-            if getattr(model.config, name, None) is not None:
+            if getattr(model.config.get_text_config(), name, None) is not None:
                 raise ConfigError("target", model.config.model_type, expected=f"plain {what}", got=f"{name} in its config",
                                   fix="use a target without it; the drafter's loss would be on other numbers than serving")
         self.model = model
@@ -189,7 +193,7 @@ class Target:
         token_ids_S: int64 [S], at positions cache.length …; the cache holds them afterwards, but `length` is the caller's.
         Returns float32 logits [S, V] (only the last row with `last_only`) and features [S, L·D].
         """
-        position_S = torch.arange(cache.length, cache.length + token_ids_S.numel(), device=token_ids_S.device)
+        position_S = cache.positions(token_ids_S)
         self._sink_SF = self.head_VD.new_empty(token_ids_S.numel(), self.num_features)
         try:
             out = self.model(

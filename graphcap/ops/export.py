@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from graphcap.errors import CheckpointError
+from graphcap.errors import CheckpointError, ConfigError
 from graphcap.model.drafter import Drafter, DrafterConfig
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -78,15 +78,35 @@ def read_config(folder: Path) -> DrafterConfig:
         if own.get(key) is None:
             raise CheckpointError("drafter folder", folder, expected=f"dflash_config.{key} in {CONFIG}", got="nothing",
                                   cause="guessing it would lower acceptance in silence", fix="take it from whoever trained the drafter")
-    if set(document.get("layer_types") or []) - {"full_attention"}:
-        raise CheckpointError("drafter folder", folder, expected="full attention in every layer", got=str(document["layer_types"]),
-                              fix="use a drafter without sliding windows")
+    _refuse_what_we_cannot_compute(folder, document)
     return _config_of(folder, document, own, sizes.pop())
+
+
+def _refuse_what_we_cannot_compute(folder: Path, document: dict) -> None:
+    """Keys that change the drafter's mathematics in a way that ours does not have: loading on would lower acceptance."""
+    rope = {**(document.get("rope_scaling") or {}), **(document.get("rope_parameters") or {})}
+    found = {
+        "layer_types": set(document.get("layer_types") or []) - {"full_attention"},
+        "attention_bias": document.get("attention_bias"),
+        "is_causal": document.get("is_causal"),
+        "hidden_act": document.get("hidden_act", "silu") != "silu",
+        "partial_rotary_factor": (rope.get("partial_rotary_factor") or document.get("partial_rotary_factor") or 1.0) != 1.0,
+        "mrope_section": rope.get("mrope_section"),
+        "rope_scaling": document.get("rope_scaling") and document["rope_scaling"].get("rope_type", "default") != "default",
+        "rope_type": rope.get("rope_type", "default") != "default",
+    }
+    wrong = [name for name, value in found.items() if value]
+    if wrong:
+        values = ", ".join(f"{name} = {document.get(name, rope.get(name))}" for name in wrong)
+        raise CheckpointError("drafter folder", folder, expected="full attention, no bias, SwiGLU and plain rotary positions",
+                              got=values, cause="this drafter computes something else", fix="use a drafter without it")
 
 
 def _config_of(folder: Path, document: dict, own: dict, block_size: int) -> DrafterConfig:
     theta = (document.get("rope_parameters") or {}).get("rope_theta") or document.get("rope_theta")
     try:
+        if theta is None:
+            raise KeyError("rope_theta")
         return DrafterConfig(
             hidden_size=document["hidden_size"], num_layers=document["num_hidden_layers"],
             num_heads=document["num_attention_heads"], num_kv_heads=document["num_key_value_heads"],
@@ -96,6 +116,9 @@ def _config_of(folder: Path, document: dict, own: dict, block_size: int) -> Draf
             mask_token_id=own["mask_token_id"], target_layer_ids=tuple(own["target_layer_ids"]),
             num_target_layers=document["num_target_layers"],
         )
+    except ConfigError as error:
+        raise CheckpointError("drafter folder", folder, expected=error.expected, got=f"{error.name} {error.got}", cause=error.cause,
+                              fix=f"mend {CONFIG}") from error
     except (KeyError, TypeError) as error:
         raise CheckpointError("drafter folder", folder, expected=f"every size in {CONFIG}", got=f"{error} missing",
                               fix="take config.json from whoever trained the drafter") from error
@@ -103,6 +126,7 @@ def _config_of(folder: Path, document: dict, own: dict, block_size: int) -> Draf
 
 def read_drafter(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Drafter:
     """The drafter of a folder, in `dtype` on `device`, frozen. Raises: CheckpointError listing tensors that differ."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     config = read_config(folder)
@@ -110,7 +134,11 @@ def read_drafter(folder: Path, *, dtype: torch.dtype, device: torch.device) -> D
     if not path.is_file():
         raise CheckpointError("drafter folder", folder, expected=WEIGHTS, got="no such file",
                               fix="give a folder with safetensors; pickled weights are refused, convert them first")
-    tensors = load_file(path)
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError("drafter folder", folder, expected=f"a whole {WEIGHTS}", got=str(error),
+                              fix="copy it again, or use another checkpoint") from error
     drafter = Drafter(config)
     expected = drafter.state_dict()
     wrong = [f"{name} missing" for name in expected if name not in tensors]

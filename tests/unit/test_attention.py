@@ -136,7 +136,6 @@ def test_the_block_mask_lists_the_same_tiles_as_one_made_from_every_pair(block_s
     assert listed(mask.kv_num_blocks - 1, mask.kv_indices)[0] != first  # must fail: one tile fewer
 
 
-@pytest.mark.xfail(strict=True, raises=IndexError, reason="block_mask asserts after tiles() has indexed out of bounds")
 def test_a_row_length_that_no_tile_divides_is_refused():
     with pytest.raises(AssertionError, match="160"):
         block_mask(row_visibility(torch.arange(160)), 160)

@@ -178,13 +178,12 @@ def test_tapped_layers_are_z_labs(num_target_layers, num_tapped, expected):
     assert tapped_layers(num_target_layers, num_tapped) == expected
 
 
-FALLING = pytest.mark.xfail(strict=True, reason="tapped_layers(3, 2) is [1, 0] and tapped_layers(2, 2) is [1, -1]")
-SHALLOW = [(n, k) for n in range(2, 9) for k in range(2, n + 1) if (n, k) not in ((2, 2), (3, 2))]
+SHALLOW = [(n, k) for n in range(2, 9) for k in range(2, n + 1)]
 
 
 @pytest.mark.parametrize(
     ("num_target_layers", "num_tapped"),
-    [*SHALLOW, pytest.param(2, 2, marks=FALLING), pytest.param(3, 2, marks=FALLING)],
+    SHALLOW,
 )
 def test_a_shallow_targets_last_layer_is_tapped_only_if_no_other_is_left(num_target_layers, num_tapped):
     ids = tapped_layers(num_target_layers, num_tapped)

@@ -162,7 +162,6 @@ def test_a_target_with_softcapping_is_refused_by_name(key):
         Target(tiny_model("gemma3", 1, **{key: 30.0}), (0,))
 
 
-@pytest.mark.xfail(strict=True, reason="Target looks for soft caps in the outer config only, not in get_text_config()")
 def test_a_wrapped_target_with_softcapping_in_its_text_config_is_refused():
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 

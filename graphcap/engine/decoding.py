@@ -1,0 +1,151 @@
+"""Captured decoding: a plain step and a speculative step at fixed shapes, replayed instead of launched from Python.
+
+The caches are as long as the longest sequence; which keys count follows from a length that lives on the device, so one
+graph serves every step of every prompt. A rejected draft stays in the caches behind the length, unseen, until it is
+overwritten. The prompt's forward has the prompt's shape and is launched from Python.
+
+Calls: eval.py. The same three steps, launched from Python, are model/decode.EagerSteps.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from graphcap.engine.capture import Capturer
+from graphcap.model.blocks import leading_matches
+from graphcap.model.decode import largest
+from graphcap.model.drafter import Drafter
+from graphcap.model.target import KeyValueCache, Target
+
+
+class FixedCache:
+    """A view of a KeyValueCache for N tokens at positions that live on the device; attends over the whole buffers."""
+
+    def __init__(self, cache: KeyValueCache, position_N: Tensor) -> None:
+        self.cache, self.position_N = cache, position_N
+        key_S = torch.arange(cache.max_length, device=position_N.device)
+        self.distance_NS = position_N[:, None] - key_S
+
+    def positions(self, token_ids_N: Tensor) -> Tensor:
+        return self.position_N
+
+    def __call__(self, layer: int, q_HNC: Tensor, k_GNC: Tensor, v_GNC: Tensor, scale: float, window: int | None) -> Tensor:
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        keys.index_copy_(1, self.position_N, k_GNC)
+        values.index_copy_(1, self.position_N, v_GNC)
+        mask = self.distance_NS >= 0
+        if window is not None:
+            mask = mask & (self.distance_NS < window)
+        return masked_attention(q_HNC, keys, values, mask, scale)
+
+
+def masked_attention(q_HNC: Tensor, k_GSC: Tensor, v_GSC: Tensor, mask_NS: Tensor, scale: float) -> Tensor:
+    """Dense attention of a few queries over fixed buffers: [H, N, C]."""
+    gqa = q_HNC.shape[0] != k_GSC.shape[0]
+    return F.scaled_dot_product_attention(q_HNC[None], k_GSC[None], v_GSC[None], attn_mask=mask_NS, scale=scale, enable_gqa=gqa)[0]
+
+
+class FixedSteps:
+    """The steps of decoding at fixed shapes. Captured on a GPU; elsewhere the same functions run as they are."""
+
+    def __init__(self, target: Target, drafter: Drafter, *, max_length: int) -> None:
+        """max_length: tokens of the longest prompt, its reply and one block."""
+        self.target, self.drafter, device = target, drafter, target.head_VD.device
+        self.max_length, self.block_size = max_length, drafter.config.block_size
+        self.cache = KeyValueCache(max_length)
+        self.context: list[tuple[Tensor, Tensor]] = []
+        self.length = torch.zeros((), dtype=torch.int64, device=device)  # tokens whose keys count
+        self.token_1 = torch.zeros(1, dtype=torch.int64, device=device)  # the token behind them
+        self.block_K = torch.full((self.block_size,), drafter.config.mask_token_id, device=device)
+        self.plain_result = torch.zeros(2, dtype=torch.float64, device=device)  # token, lead over the second largest
+        self.block_result = torch.zeros(self.block_size + 1, dtype=torch.int64, device=device)  # choices, leading matches
+        self.offset_K = torch.arange(self.block_size, device=device)
+        self.prefill([0, 0])  # allocates the caches
+        self._capturer, self._plain, self._draft, self._verify = None, self._plain_step, self._draft_step, self._verify_step
+        if device.type == "cuda":
+            self._capture(device)
+
+    def _capture(self, device: torch.device) -> None:
+        self._capturer = Capturer(device)
+        for name in ("_plain", "_draft", "_verify"):
+            function = getattr(self, name)
+            self._capturer.warm_up(function)
+            self.length.zero_()
+            setattr(self, name, self._capturer.capture(name.strip("_"), function).replay)
+
+    def close(self) -> None:
+        """Destroy the graphs."""
+        if self._capturer is not None:
+            self._capturer.close()
+
+    @torch.no_grad()
+    def prefill(self, prompt_ids: list[int]) -> tuple[int, float]:
+        """The reply's first token, and how far its logit is above the second largest."""
+        self.cache.length = 0
+        token_ids = torch.tensor(prompt_ids, device=self.length.device)
+        logits, features = self.target.extend(token_ids, self.cache, last_only=True)
+        new = self.drafter.context(features, torch.arange(len(prompt_ids), device=token_ids.device))
+        if not self.context:
+            self.context = [tuple(part.new_zeros(part.shape[0], self.max_length, part.shape[2]) for part in pair) for pair in new]
+            for buffers in (self.cache.keys, self.cache.values):  # what no step has written must still be finite
+                for buffer in buffers.values():
+                    buffer[:, len(prompt_ids) :] = 0
+        for kept, added in zip(self.context, new, strict=True):
+            kept[0][:, : len(prompt_ids)] = added[0]
+            kept[1][:, : len(prompt_ids)] = added[1]
+        self.length.fill_(len(prompt_ids))
+        token_id, lead = largest(logits)
+        self.token_1.fill_(token_id)
+        return token_id, lead
+
+    def plain(self, token_id: int) -> tuple[int, float]:
+        """The next token and its lead; `token_id` is the one the step before returned."""
+        self._plain()
+        token, lead = self.plain_result.tolist()
+        return int(token), lead
+
+    def speculative(self, token_id: int) -> tuple[list[int], int, float]:
+        """One draft and verification: the target's K choices, leading matches, and the draft's seconds."""
+        timed = self._capturer is not None
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if timed else []
+        if timed:
+            events[0].record()
+        self._draft()
+        if timed:
+            events[1].record()
+        self._verify()
+        *chosen, matches = self.block_result.tolist()
+        return chosen, matches, events[0].elapsed_time(events[1]) / 1e3 if timed else 0.0
+
+    @torch.no_grad()
+    def _plain_step(self) -> None:
+        logits, _ = self.target.extend(self.token_1, FixedCache(self.cache, self.length[None]))
+        top = logits[-1].topk(2)
+        self.plain_result.copy_(torch.stack((top.indices[0].double(), (top.values[0] - top.values[1]).double())))
+        self.token_1.copy_(top.indices[:1])
+        self.length.add_(1)
+
+    @torch.no_grad()
+    def _draft_step(self) -> None:
+        self.block_K[:1] = self.token_1
+        self.block_K[1:] = self.drafter.config.mask_token_id
+        key = torch.arange(self.max_length + self.block_size, device=self.length.device)
+        mask_KS = ((key < self.length) | (key >= self.max_length)).expand(self.block_size, -1)
+        hidden_KD = self.drafter(
+            self.target.embed(self.block_K), self.length + self.offset_K, self.context,
+            lambda q, k, v: masked_attention(q, k, v, mask_KS, self.drafter.scale),
+        )
+        self.block_K[1:] = (hidden_KD[1:] @ self.target.head_VD.T).argmax(dim=-1)
+
+    @torch.no_grad()
+    def _verify_step(self) -> None:
+        position_K = self.length + self.offset_K
+        logits, features = self.target.extend(self.block_K, FixedCache(self.cache, position_K))
+        chosen_K = logits.argmax(dim=-1)
+        matches = leading_matches((self.block_K[1:] == chosen_K[:-1])[None])
+        for kept, added in zip(self.context, self.drafter.context(features, position_K), strict=True):
+            kept[0].index_copy_(1, position_K, added[0])
+            kept[1].index_copy_(1, position_K, added[1])
+        self.block_result.copy_(torch.cat((chosen_K, matches)))
+        self.token_1.copy_(chosen_K[matches])
+        self.length.add_(matches[0] + 1)
