@@ -58,21 +58,35 @@ def build(recipe: Recipe, *, threads: int | None, say) -> TrainingRun:
     model = load_model(recipe.target.path, dtype=dtype, device=device, **where)
     drafter_config, mask_name = configure_drafter(recipe, model, tokenizer)
     target = Target(model, drafter_config.target_layer_ids)
-    say(f"target    {recipe.target.path}: {_millions(model)} M parameters, {str(dtype).removeprefix('torch.')} on {device.type}, "
-        f"layers {list(drafter_config.target_layer_ids)} tapped, MASK is {mask_name}  ({time.monotonic() - begin:.0f} s)")
+    taps, where = list(drafter_config.target_layer_ids), f"{str(dtype).removeprefix('torch.')} on {device.type}"
+    say(
+        f"target    {recipe.target.path}: {_millions(model)} M parameters, {where}, layers {taps} tapped, "
+        f"MASK is {mask_name}  ({time.monotonic() - begin:.0f} s)"
+    )
 
     documents, held_out = _load_data(recipe, tokenizer, drafter_config.mask_token_id, say)
     shapes, schedule = _plan(recipe, documents, say)
     drafter = make_drafter(recipe, drafter_config)
     gamma = recipe.loss.gamma or blocks.default_gamma(drafter_config.block_size)
     step = DrafterStep(
-        target, drafter, decay=blocks.decay(drafter_config.block_size, gamma), hyper=_hyper(recipe, schedule.num_updates),
+        target,
+        drafter,
+        decay=blocks.decay(drafter_config.block_size, gamma),
+        hyper=_hyper(recipe, schedule.num_updates),
         chunk_tokens=recipe.loss.chunk_tokens,
     )
-    say(f"drafter   {_millions(drafter)} M parameters, layers: {drafter_config.num_layers}, block: {drafter_config.block_size} tokens")
+    num_layers, block_size = drafter_config.num_layers, drafter_config.block_size
+    say(f"drafter   {_millions(drafter)} M parameters, layers: {num_layers}, block: {block_size} tokens")
     return TrainingRun(
-        recipe=recipe, folder=recipe.folder, tokenizer=tokenizer, target=target, drafter=drafter,
-        documents={document.id: document for document in documents}, held_out=held_out, shapes=shapes, schedule=schedule,
+        recipe=recipe,
+        folder=recipe.folder,
+        tokenizer=tokenizer,
+        target=target,
+        drafter=drafter,
+        documents={document.id: document for document in documents},
+        held_out=held_out,
+        shapes=shapes,
+        schedule=schedule,
         engine=Engine(step, shapes.buckets),
     )
 
@@ -98,11 +112,18 @@ def configure_drafter(recipe: Recipe, model, tokenizer) -> tuple[DrafterConfig, 
     heads = wanted.num_heads or text.num_attention_heads
     head_dim = wanted.head_dim or getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return DrafterConfig(
-        hidden_size=text.hidden_size, num_layers=wanted.num_layers, num_heads=heads,
-        num_kv_heads=wanted.num_kv_heads or text.num_key_value_heads, head_dim=head_dim,
-        intermediate_size=wanted.intermediate_size or text.intermediate_size, vocab_size=embeddings,
-        rms_norm_eps=text.rms_norm_eps, rope_theta=rope_theta(text),
-        max_position_embeddings=text.max_position_embeddings, block_size=wanted.block_size, mask_token_id=mask_token_id,
+        hidden_size=text.hidden_size,
+        num_layers=wanted.num_layers,
+        num_heads=heads,
+        num_kv_heads=wanted.num_kv_heads or text.num_key_value_heads,
+        head_dim=head_dim,
+        intermediate_size=wanted.intermediate_size or text.intermediate_size,
+        vocab_size=embeddings,
+        rms_norm_eps=text.rms_norm_eps,
+        rope_theta=rope_theta(text),
+        max_position_embeddings=text.max_position_embeddings,
+        block_size=wanted.block_size,
+        mask_token_id=mask_token_id,
         target_layer_ids=wanted.target_layer_ids or tuple(tapped_layers(num_layers, wanted.num_tapped_layers)),
         num_target_layers=num_layers,
     ), f"{mask_name} (id {mask_token_id})"
@@ -116,8 +137,13 @@ def rope_theta(text_config) -> float:
             return float(candidate["rope_theta"])
     theta = getattr(text_config, "rope_theta", None)
     if theta is None:
-        raise ConfigError("target", text_config.model_type, expected="rotary positions with a rope_theta", got="none in its config",
-                          fix="use a target with rotary positions")
+        raise ConfigError(
+            "target",
+            text_config.model_type,
+            expected="rotary positions with a rope_theta",
+            got="none in its config",
+            fix="use a target with rotary positions",
+        )
     return float(theta)
 
 
@@ -145,14 +171,21 @@ def _load_data(recipe: Recipe, tokenizer, mask_token_id: int, say) -> tuple[list
     for name in ("train", "held_out"):
         begin = time.monotonic()
         loaded[name] = load_documents(
-            getattr(recipe.data, name), tokenizer, max_length=recipe.data.max_length, on_long=recipe.data.on_long,
+            getattr(recipe.data, name),
+            tokenizer,
+            max_length=recipe.data.max_length,
+            on_long=recipe.data.on_long,
             on_bad_line=recipe.data.on_bad_line,
         )
         used = next((d for d in loaded[name].documents if mask_token_id in d.token_ids), None)
         if used is not None:
-            raise ConfigError("recipe key", "drafter.mask_token", expected="a token that no text contains",
-                              got=f"token {mask_token_id}, which stands in {used.source} line {used.line}",
-                              fix="name an unused token with drafter.mask_token")
+            raise ConfigError(
+                "recipe key",
+                "drafter.mask_token",
+                expected="a token that no text contains",
+                got=f"token {mask_token_id}, which stands in {used.source} line {used.line}",
+                fix="name an unused token with drafter.mask_token",
+            )
         say(f"{name:<9} {loaded[name].summary()}  ({time.monotonic() - begin:.0f} s)")
     return loaded["train"].documents, loaded["held_out"].documents
 
@@ -165,8 +198,14 @@ def _plan(recipe: Recipe, documents: list[Document], say) -> tuple[Shapes, Sched
     anchors = np.array([num_anchors_of(document.loss_mask, density=wanted.anchor_density) for document in documents])
     if wanted.plan == "auto":
         shapes = plan(
-            lengths, anchors, block_size=recipe.drafter.block_size, anchor_density=wanted.anchor_density,
-            row_length=wanted.row_length, max_buckets=wanted.max_buckets, window=wanted.window, ids=ids,
+            lengths,
+            anchors,
+            block_size=recipe.drafter.block_size,
+            anchor_density=wanted.anchor_density,
+            row_length=wanted.row_length,
+            max_buckets=wanted.max_buckets,
+            window=wanted.window,
+            ids=ids,
         )
     else:
         shapes = Shapes.load(wanted.plan)
@@ -176,9 +215,17 @@ def _plan(recipe: Recipe, documents: list[Document], say) -> tuple[Shapes, Sched
     largest = shapes.buckets[0].length
     rows_per_update = recipe.optimizer.rows_per_update or max(1, round(recipe.optimizer.tokens_per_update / largest))
     schedule = Schedule(
-        shapes, ids, lengths, anchors, seed=recipe.run.seed,
-        epochs=recipe.optimizer.epochs, rows_per_update=rows_per_update, max_updates=recipe.optimizer.max_updates,
+        shapes,
+        ids,
+        lengths,
+        anchors,
+        seed=recipe.run.seed,
+        epochs=recipe.optimizer.epochs,
+        rows_per_update=rows_per_update,
+        max_updates=recipe.optimizer.max_updates,
     )
-    say(f"plan      buckets {', '.join(bucket.name for bucket in shapes.buckets)} (tokens/anchors), {rows_per_update} rows an "
-        f"update, {schedule.num_updates} updates in {recipe.optimizer.epochs} epochs")
+    say(
+        f"plan      buckets {', '.join(bucket.name for bucket in shapes.buckets)} (tokens/anchors), {rows_per_update} rows an "
+        f"update, {schedule.num_updates} updates in {recipe.optimizer.epochs} epochs"
+    )
     return shapes, schedule

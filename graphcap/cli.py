@@ -25,7 +25,8 @@ EVAL_EXAMPLE = """example:
 def parser() -> argparse.ArgumentParser:
     """The whole command line."""
     top = argparse.ArgumentParser(
-        prog="graphcap", description="Train drafters for speculative decoding, and measure them.",
+        prog="graphcap",
+        description="Train drafters for speculative decoding, and measure them.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="example:\n  graphcap train runs/tiny.toml\n\n`graphcap VERB --help` says more about a verb.",
     )
@@ -53,12 +54,20 @@ def _add_train(verbs) -> None:
 
 def _add_eval(verbs) -> None:
     evaluate = _verb(verbs, "eval", "decode prompts with a drafter, and compare with plain decoding", EVAL_EXAMPLE)
-    evaluate.add_argument("folders", metavar="RUN-or-FOLDER", nargs="+", help="a run's folder, or a drafter's folder in z-lab's format")
+    evaluate.add_argument(
+        "folders", metavar="RUN-or-FOLDER", nargs="+", help="a run's folder, or a drafter's folder in z-lab's format"
+    )
     evaluate.add_argument("--target", help="the target's folder; a run knows its own")
-    evaluate.add_argument("--prompts", action="append", default=[], metavar="FILE", help="JSONL of conversations; a run: its held-out ones")
+    evaluate.add_argument(
+        "--prompts", action="append", default=[], metavar="FILE", help="JSONL of conversations; a run: its held-out ones"
+    )
     evaluate.add_argument("--num-prompts", type=_positive, metavar="N", help="how many prompts; a run: eval.prompts, else 32")
-    evaluate.add_argument("--max-new-tokens", type=_positive, metavar="N", help="longest reply; a run: eval.max_new_tokens, else 128")
-    evaluate.add_argument("--passes", type=_positive, metavar="N", help="timed passes, the median counts; a run: eval.passes, else 3")
+    evaluate.add_argument(
+        "--max-new-tokens", type=_positive, metavar="N", help="longest reply; a run: eval.max_new_tokens, else 128"
+    )
+    evaluate.add_argument(
+        "--passes", type=_positive, metavar="N", help="timed passes, the median counts; a run: eval.passes, else 3"
+    )
     evaluate.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
     evaluate.set_defaults(run=_eval, parser=evaluate)
 
@@ -99,7 +108,9 @@ def _train(options) -> int:
     if options.recipe is None:
         options.parser.error("RECIPE is missing; for example: graphcap train runs/tiny.toml")
     recipe = config.load_recipe(options.recipe, options.overrides)
-    note = recipe.run.note or "loads the target, plans the rows, trains, then decodes; the time left is shown once training runs"
+    note = (
+        recipe.run.note or "loads the target, plans the rows, trains, then decodes; the time left is shown once training runs"
+    )
     _say(f"graphcap {__version__} · {options.recipe} · {note}")
 
     from graphcap.ops import report, runfolder

@@ -18,7 +18,9 @@ from pathlib import Path
 from graphcap.errors import ConfigError
 
 
-def key(default, doc: str, *, resume: str, unit: str = "", choices: tuple = (), low: float | None = None, above: float | None = None):
+def key(
+    default, doc: str, *, resume: str, unit: str = "", choices: tuple = (), low: float | None = None, above: float | None = None
+):
     """One key of a recipe. resume: same, free or grow. low: smallest value allowed; above: bound not reached."""
     assert resume in ("same", "free", "grow"), f"resume is same, free or grow, not {resume}"
     meta = {"doc": doc, "resume": resume, "unit": unit, "choices": choices, "low": low, "above": above}
@@ -43,8 +45,10 @@ class Target:
     path: str = key(REQUIRED, "folder or Hub name of the frozen target", resume="same")
     revision: str = key("main", "revision of a Hub name", resume="same")
     dtype: str = key(
-        "auto", "dtype of weights and features; auto: bfloat16 on cuda, float32 on cpu",
-        resume="same", choices=("auto", "float32", "bfloat16"),
+        "auto",
+        "dtype of weights and features; auto: bfloat16 on cuda, float32 on cpu",
+        resume="same",
+        choices=("auto", "float32", "bfloat16"),
     )
     trust_remote_code: bool = key(False, "run Python code that comes with the target", resume="same")
 
@@ -54,19 +58,28 @@ class Data:
     train: tuple[str, ...] = key((), "JSONL files of conversations to train on (required)", resume="same")
     held_out: tuple[str, ...] = key((), "JSONL files of conversations never trained on (required)", resume="same")
     max_length: int = key(4096, "longest document", unit="tokens", resume="same", low=2)
-    on_long: str = key("error", "a document over max_length: stop, cut its end off, or drop it", resume="same",
-                       choices=("error", "truncate", "drop"))
-    on_bad_line: str = key("error", "a line that cannot be used: stop, or skip and count it", resume="same",
-                           choices=("error", "skip"))
+    on_long: str = key(
+        "error",
+        "a document over max_length: stop, cut its end off, or drop it",
+        resume="same",
+        choices=("error", "truncate", "drop"),
+    )
+    on_bad_line: str = key(
+        "error", "a line that cannot be used: stop, or skip and count it", resume="same", choices=("error", "skip")
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drafter:
     num_layers: int = key(5, "decoder layers", unit="layers", resume="same", low=1)
     block_size: int = key(16, "tokens of a block, anchor included", unit="tokens", resume="same", low=2)
-    num_tapped_layers: int = key(5, "target layers to tap, where target_layer_ids names none", unit="layers", resume="same", low=1)
+    num_tapped_layers: int = key(
+        5, "target layers to tap, where target_layer_ids names none", unit="layers", resume="same", low=1
+    )
     target_layer_ids: tuple[int, ...] = key((), "tapped target layers, 0-based outputs; empty: spread evenly", resume="same")
-    mask_token: str = key("", "token that stands for MASK; empty: an unused row of the target's embedding is found", resume="same")
+    mask_token: str = key(
+        "", "token that stands for MASK; empty: an unused row of the target's embedding is found", resume="same"
+    )
     intermediate_size: int = key(0, "width of the MLP; 0: as the target's", resume="same", low=0)
     num_heads: int = key(0, "query heads; 0: as the target's", unit="heads", resume="same", low=0)
     num_kv_heads: int = key(0, "key and value heads; 0: as the target's", unit="heads", resume="same", low=0)
@@ -93,15 +106,21 @@ class Optimizer:
     weight_decay: float = key(0.0, "AdamW's decoupled weight decay", resume="same", low=0.0)
     max_grad_norm: float = key(1.0, "global gradient norm above which gradients are clipped", resume="same", above=0.0)
     epochs: int = key(6, "passes over the training documents", unit="epochs", resume="grow", low=1)
-    rows_per_update: int = key(0, "rows of one update over all ranks; 0: from tokens_per_update", unit="rows", resume="same", low=0)
+    rows_per_update: int = key(
+        0, "rows of one update over all ranks; 0: from tokens_per_update", unit="rows", resume="same", low=0
+    )
     tokens_per_update: int = key(32768, "tokens of one update over all ranks", unit="tokens", resume="same", low=1)
     max_updates: int = key(0, "stop after so many updates; 0: after the epochs", unit="updates", resume="grow", low=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    gamma: float = key(0.0, "decay of the loss weight exp(-(k-1)/gamma) along a block; 0: 7, 5, 4 for blocks of 16, 10, 8",
-                       resume="same", low=0.0)
+    gamma: float = key(
+        0.0,
+        "decay of the loss weight exp(-(k-1)/gamma) along a block; 0: 7, 5, 4 for blocks of 16, 10, 8",
+        resume="same",
+        low=0.0,
+    )
     chunk_tokens: int = key(2048, "draft tokens whose logits exist at once", unit="tokens", resume="same", low=1)
 
 
@@ -111,8 +130,12 @@ class Eval:
     documents: int = key(64, "held-out documents of an evaluation", unit="documents", resume="same", low=1)
     prompts: int = key(32, "held-out prompts decoded for the table", unit="prompts", resume="free", low=1)
     max_new_tokens: int = key(128, "longest decoded reply", unit="tokens", resume="free", low=1)
-    dtype: str = key("auto", "dtype of target and drafter when decoding; auto: as in training", resume="free",
-                     choices=("auto", "float32", "bfloat16"))
+    dtype: str = key(
+        "auto",
+        "dtype of target and drafter when decoding; auto: as in training",
+        resume="free",
+        choices=("auto", "float32", "bfloat16"),
+    )
     passes: int = key(3, "timed passes over the prompts; the median counts", unit="passes", resume="free", low=1)
 
 
@@ -156,7 +179,9 @@ def load_recipe(path: str | Path, overrides: list[str] = ()) -> Recipe:
     path = Path(path)
     if path.is_dir() or not path.exists():
         got = "a folder" if path.is_dir() else "no such file"
-        raise ConfigError("recipe", path, expected="a TOML file", got=got, fix="give the path of a recipe, for example runs/tiny.toml")
+        raise ConfigError(
+            "recipe", path, expected="a TOML file", got=got, fix="give the path of a recipe, for example runs/tiny.toml"
+        )
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -171,7 +196,9 @@ def build_recipe(tables: dict, overrides: list[str] = (), *, source: str) -> Rec
     for name, table in tables.items():
         _known(name, sections, f"section of {source}")
         if not isinstance(table, dict):
-            raise ConfigError("section", name, expected="a table of keys", got=repr(table), fix=f"write [{name}] and its keys below it")
+            raise ConfigError(
+                "section", name, expected="a table of keys", got=repr(table), fix=f"write [{name}] and its keys below it"
+            )
         for key_name, value in table.items():
             field = _known(key_name, _fields(sections[name]), f"recipe key of [{name}]")
             values[name][key_name] = _from_toml(value, field, f"{name}.{key_name}")
@@ -204,14 +231,21 @@ def _split(override: str) -> tuple[str, str, str]:
     left, equals, text = override.partition("=")
     section, dot, key_name = left.strip().partition(".")
     if not (equals and dot and section and key_name):
-        raise ConfigError("override", override, expected="section.key=value", got=f"'{override}'", fix="write for example optimizer.epochs=2")
+        raise ConfigError(
+            "override", override, expected="section.key=value", got=f"'{override}'", fix="write for example optimizer.epochs=2"
+        )
     return section, key_name, text.strip()
 
 
 def _wrong(where: str, field: dataclasses.Field, got: object) -> ConfigError:
     unit = field.metadata["unit"]
-    return ConfigError("recipe key", where, expected=_type_name(field) + (f" in {unit}" if unit else ""), got=repr(got),
-                       fix=f"give {field.metadata['doc']}")
+    return ConfigError(
+        "recipe key",
+        where,
+        expected=_type_name(field) + (f" in {unit}" if unit else ""),
+        got=repr(got),
+        fix=f"give {field.metadata['doc']}",
+    )
 
 
 def _from_toml(value, field: dataclasses.Field, where: str):
@@ -257,42 +291,67 @@ def _check(recipe: Recipe) -> None:
     """Values against their bounds and against each other."""
     for section in dataclasses.fields(recipe):
         for field in dataclasses.fields(section.type):
-            value, meta, where = getattr(getattr(recipe, section.name), field.name), field.metadata, f"{section.name}.{field.name}"
+            value, meta, where = (
+                getattr(getattr(recipe, section.name), field.name),
+                field.metadata,
+                f"{section.name}.{field.name}",
+            )
             if value == REQUIRED:
                 raise ConfigError("recipe key", where, expected=_type_name(field), got="nothing", fix=f"give {meta['doc']}")
             if meta["choices"] and value not in meta["choices"]:
                 near = difflib.get_close_matches(str(value), meta["choices"], n=1)
                 fix = f"did you mean '{near[0]}'?" if near else f"give {meta['doc']}"
-                raise ConfigError("recipe key", where, expected=f"one of {', '.join(meta['choices'])}", got=repr(value), fix=fix)
+                raise ConfigError(
+                    "recipe key", where, expected=f"one of {', '.join(meta['choices'])}", got=repr(value), fix=fix
+                )
             if isinstance(value, float) and not abs(value) < float("inf"):
                 raise ConfigError("recipe key", where, expected="a finite number", got=repr(value), fix=f"give {meta['doc']}")
             if meta["low"] is not None and value < meta["low"] or meta["above"] is not None and not value > meta["above"]:
                 bound = f"at least {meta['low']}" if meta["low"] is not None else f"above {meta['above']}"
-                raise ConfigError("recipe key", where, expected=f"{_type_name(field)} {bound}", got=repr(value), fix=f"give {meta['doc']}")
+                raise ConfigError(
+                    "recipe key", where, expected=f"{_type_name(field)} {bound}", got=repr(value), fix=f"give {meta['doc']}"
+                )
     _check_together(recipe)
 
 
 def _check_together(recipe: Recipe) -> None:
     for name in ("train", "held_out"):
         if not getattr(recipe.data, name):
-            raise ConfigError("recipe key", f"data.{name}", expected="at least one file", got="nothing",
-                              fix=f"write {name} = \"conversations.jsonl\" under [data]")
+            raise ConfigError(
+                "recipe key",
+                f"data.{name}",
+                expected="at least one file",
+                got="nothing",
+                fix=f'write {name} = "conversations.jsonl" under [data]',
+            )
     if not recipe.run.name or Path(recipe.run.name).name != recipe.run.name or recipe.run.name in (".", ".."):
-        raise ConfigError("recipe key", "run.name", expected="a plain folder name", got=repr(recipe.run.name), fix="leave out slashes")
+        raise ConfigError(
+            "recipe key", "run.name", expected="a plain folder name", got=repr(recipe.run.name), fix="leave out slashes"
+        )
     for name in ("beta1", "beta2", "warmup_fraction"):
         value = getattr(recipe.optimizer, name)
         if not value < 1.0:
-            raise ConfigError("recipe key", f"optimizer.{name}", expected="a number below 1", got=repr(value), fix="give 0.9, for example")
+            raise ConfigError(
+                "recipe key", f"optimizer.{name}", expected="a number below 1", got=repr(value), fix="give 0.9, for example"
+            )
     if recipe.checkpoint.every % recipe.eval.every and recipe.eval.every % recipe.checkpoint.every:
         raise ConfigError(
-            "recipe key", "checkpoint.every", expected=f"a multiple or a divisor of eval.every ({recipe.eval.every})",
-            got=str(recipe.checkpoint.every), cause="the best checkpoint is chosen by an evaluation at the same update",
+            "recipe key",
+            "checkpoint.every",
+            expected=f"a multiple or a divisor of eval.every ({recipe.eval.every})",
+            got=str(recipe.checkpoint.every),
+            cause="the best checkpoint is chosen by an evaluation at the same update",
             fix=f"write checkpoint.every = {recipe.eval.every}",
         )
     ids = recipe.drafter.target_layer_ids
     if any(i < 0 for i in ids) or list(ids) != sorted(set(ids)):
-        raise ConfigError("recipe key", "drafter.target_layer_ids", expected="rising 0-based layer numbers, none twice",
-                          got=str(list(ids)), fix="list each tapped layer once, for example 1,3,5,7,9")
+        raise ConfigError(
+            "recipe key",
+            "drafter.target_layer_ids",
+            expected="rising 0-based layer numbers, none twice",
+            got=str(list(ids)),
+            fix="list each tapped layer once, for example 1,3,5,7,9",
+        )
 
 
 def _type_name(field: dataclasses.Field) -> str:
@@ -354,7 +413,10 @@ def check_resume(old: Recipe, new: Recipe) -> None:
                 changed.append(f"{section.name}.{field.name} {_toml_value(before)} -> {_toml_value(after)}")
     if changed:
         raise ConfigError(
-            "run", new.folder, expected="the keys it began with", got="; ".join(changed),
+            "run",
+            new.folder,
+            expected="the keys it began with",
+            got="; ".join(changed),
             cause="these keys change the updates already made",
             fix="set them back, or start a new run with run.name=OTHER",
         )

@@ -52,8 +52,13 @@ def load_prompts(paths: tuple[str, ...], tokenizer, *, count: int, max_new_token
         if len(prompts) == count:
             break
     if not prompts:
-        raise DataError("prompts", ", ".join(paths), expected="at least one conversation with a user turn", got="none",
-                        fix="give JSONL with messages that begin with a user turn")
+        raise DataError(
+            "prompts",
+            ", ".join(paths),
+            expected="at least one conversation with a user turn",
+            got="none",
+            fix="give JSONL with messages that begin with a user turn",
+        )
     return Prompts(token_ids=prompts, stop_ids=stop_ids, max_new_tokens=max_new_tokens)
 
 
@@ -84,11 +89,15 @@ def measure(target: Target, drafter: Drafter, prompts: Prompts, *, passes: int, 
         for prompt, text in zip(prompts.token_ids, texts, strict=True)
     ]
     result = {
-        "prompts": len(texts), "max_new_tokens": prompts.max_new_tokens, "passes": passes,
-        "dtype": str(target.head_VD.dtype).removeprefix("torch."), "device": target.head_VD.device.type,
+        "prompts": len(texts),
+        "max_new_tokens": prompts.max_new_tokens,
+        "passes": passes,
+        "dtype": str(target.head_VD.dtype).removeprefix("torch."),
+        "device": target.head_VD.device.type,
         "after": report.acceptance([reply.committed for reply in drafted]),
         "prompt_lookup": report.acceptance(looked_up),
-        "plain_s_per_token": statistics.median(plain_s), "speculative_s_per_token": statistics.median(drafted_s),
+        "plain_s_per_token": statistics.median(plain_s),
+        "speculative_s_per_token": statistics.median(drafted_s),
         "distinct_4grams": report.distinct_4grams(texts),
         "survival": report.survival([reply.accepted for reply in drafted], drafter.config.block_size),
         **_costs(statistics.median(plain_s), statistics.median(drafted_s), drafted),
@@ -166,17 +175,29 @@ def run_eval(folders: list[str], *, target_path: str | None, prompt_paths: list[
         recipe = load_recipe(folder / "config.toml") if (folder / "config.toml").is_file() else None
         weights = checkpoint.best(folder / "checkpoints") or checkpoint.newest(folder / "checkpoints")[0] if recipe else folder
         if weights is None or not (weights / WEIGHTS).is_file():
-            raise ConfigError("folder", folder, expected=f"a run with a complete checkpoint, or a drafter's folder with {WEIGHTS}",
-                              got="neither", fix="give runs/out/NAME, or a folder in z-lab's format")
+            raise ConfigError(
+                "folder",
+                folder,
+                expected=f"a run with a complete checkpoint, or a drafter's folder with {WEIGHTS}",
+                got="neither",
+                fix="give runs/out/NAME, or a folder in z-lab's format",
+            )
         if recipe is None and not (target_path and prompt_paths):
-            raise ConfigError("folder", folder, expected="--target and --prompts beside a drafter's folder", got="only the folder",
-                              fix=f"graphcap eval {folder} --target FOLDER --prompts FILE.jsonl")
+            raise ConfigError(
+                "folder",
+                folder,
+                expected="--target and --prompts beside a drafter's folder",
+                got="only the folder",
+                fix=f"graphcap eval {folder} --target FOLDER --prompts FILE.jsonl",
+            )
         result = _measure_folder(weights, recipe, target_path, prompt_paths, settings)
         results.append({"folder": str(folder), **result})
     return results
 
 
-def _measure_folder(weights: Path, recipe: Recipe | None, target_path: str | None, prompt_paths: list[str], settings: dict) -> dict:
+def _measure_folder(
+    weights: Path, recipe: Recipe | None, target_path: str | None, prompt_paths: list[str], settings: dict
+) -> dict:
     wanted = [recipe.eval.dtype, recipe.target.dtype] if recipe else []
     dtype_name = next((name for name in wanted if name != "auto"), "auto")
     device, dtype = device_and_dtype(recipe.run.device if recipe else "auto", dtype_name)
@@ -190,8 +211,11 @@ def _measure_folder(weights: Path, recipe: Recipe | None, target_path: str | Non
     section = recipe.eval if recipe else None
     chosen = {name: settings[name] or (getattr(section, name) if section else None) for name in settings}
     prompts = load_prompts(
-        tuple(prompt_paths) or recipe.data.held_out, tokenizer, count=chosen["prompts"] or 32,
-        max_new_tokens=chosen["max_new_tokens"] or 128, stop_ids=stop_ids_of(model, tokenizer),
+        tuple(prompt_paths) or recipe.data.held_out,
+        tokenizer,
+        count=chosen["prompts"] or 32,
+        max_new_tokens=chosen["max_new_tokens"] or 128,
+        stop_ids=stop_ids_of(model, tokenizer),
     )
     result = measure(target, drafter, prompts, passes=chosen["passes"] or 3, before=None, say=lambda line: None)
     return {**result, "weights": str(weights)}

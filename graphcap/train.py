@@ -29,7 +29,8 @@ POSITION = "state.json"
 def train(recipe: Recipe, *, eager: bool = False, say=print) -> int:
     """Train a drafter, decode with it and print the table. Continues from the newest complete checkpoint, if there is one.
 
-    eager: launch the same step from Python instead of replaying graphs. say: called with each line for people. Returns the exit code. Raises: GraphcapError for what the user must mend.
+    eager: launch the same step from Python instead of replaying graphs. say: called with each line for people.
+    Returns the exit code. Raises: GraphcapError for what the user must mend.
     """
     newest, passed_over = checkpoint.newest(recipe.folder / "checkpoints")
     for line in passed_over:
@@ -111,8 +112,15 @@ class Record:
             values = dict(zip(step.metric_names, row, strict=True))
             shares = [values.pop(name) for name in step.metric_names if name.startswith("match_share_")]
             line = {
-                "kind": "train", "update": update.index + 1, "epoch": update.epoch, "rows": len(update.rows), "tokens": tokens,
-                "supervised_tokens": supervised, "match_share": shares, "time_s": now - self.begin, "tokens_per_s": speed,
+                "kind": "train",
+                "update": update.index + 1,
+                "epoch": update.epoch,
+                "rows": len(update.rows),
+                "tokens": tokens,
+                "supervised_tokens": supervised,
+                "match_share": shares,
+                "time_s": now - self.begin,
+                "tokens_per_s": speed,
                 **{name: int(value) if name in ("empty", "skipped", "anchors") else value for name, value in values.items()},
             }
             self.metrics.append(line)
@@ -125,8 +133,10 @@ class Record:
         update = self.run.position
         self.walked = (update, result["walked_estimate"])
         self.metrics.append({"kind": "eval", "update": update, **result, "eval_s": time.monotonic() - self.last_fetch})
-        self.progress.say(f"update {update:>6}  held-out loss {result['loss']:.3f}  block_match {result['block_match']:.2f}  "
-                          f"walked estimate {result['walked_estimate']:.2f}")
+        self.progress.say(
+            f"update {update:>6}  held-out loss {result['loss']:.3f}  block_match {result['block_match']:.2f}  "
+            f"walked estimate {result['walked_estimate']:.2f}"
+        )
         self.last_fetch = time.monotonic()
 
     def save(self) -> None:
@@ -153,12 +163,19 @@ def _tensors(run: TrainingRun) -> dict[str, dict[str, torch.Tensor]]:
 def save(run: TrainingRun, score: float | None) -> Path:
     """Write a checkpoint: weights ready to export, optimizer state, and the position in the schedule."""
     state = {
-        "update": run.position, "threads": torch.get_num_threads(), "torch": torch.__version__,
-        "fingerprint": run.shapes.fingerprint, "schedule": _epoch_hashes(run),
+        "update": run.position,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "fingerprint": run.shapes.fingerprint,
+        "schedule": _epoch_hashes(run),
     }
     dtype = run.target.head_VD.dtype
     return checkpoint.save(
-        run.folder / "checkpoints", run.position, tensors=_tensors(run), score=score, keep=run.recipe.checkpoint.keep,
+        run.folder / "checkpoints",
+        run.position,
+        tensors=_tensors(run),
+        score=score,
+        keep=run.recipe.checkpoint.keep,
         documents={CONFIG: config_document(run.drafter.config, dtype), POSITION: state},
     )
 
@@ -177,8 +194,13 @@ def resume(run: TrainingRun, folder: Path, say) -> None:
     state = checkpoint.load_document(folder, POSITION)
     run.position = state["update"]
     if state["fingerprint"] != run.shapes.fingerprint or state["schedule"] != _epoch_hashes(run)[: len(state["schedule"])]:
-        raise CheckpointError("checkpoint", folder, expected="the data and schedule it was made with", got="other data or another schedule",
-                              fix="put the data files back, or start a new run with run.name=OTHER")
+        raise CheckpointError(
+            "checkpoint",
+            folder,
+            expected="the data and schedule it was made with",
+            got="other data or another schedule",
+            fix="put the data files back, or start a new run with run.name=OTHER",
+        )
     run.engine.step.state.load(checkpoint.load_tensors(folder, STATE))
     run.engine.check_addresses()
     say(f"resume    {folder.name}: {run.position} of {run.schedule.num_updates} updates are done")
@@ -193,12 +215,17 @@ def conclude(run: TrainingRun, *, say) -> dict:
     drafter = read_drafter(weights, dtype=dtype, device=device)
     untrained = make_drafter(recipe, drafter.config).to(device=device, dtype=dtype)
     prompts = load_prompts(
-        recipe.data.held_out, run.tokenizer, count=recipe.eval.prompts, max_new_tokens=recipe.eval.max_new_tokens,
+        recipe.data.held_out,
+        run.tokenizer,
+        count=recipe.eval.prompts,
+        max_new_tokens=recipe.eval.max_new_tokens,
         stop_ids=stop_ids_of(run.target.model, run.tokenizer),
     )
     result = measure(run.target, drafter, prompts, passes=recipe.eval.passes, before=untrained, say=say)
     result |= {
-        "walked_estimate": checkpoint.read_manifest(weights)["score"], "weights": str(weights), "checkpoint": str(newest),
+        "walked_estimate": checkpoint.read_manifest(weights)["score"],
+        "weights": str(weights),
+        "checkpoint": str(newest),
         "schedule": runfolder.schedule_keys(recipe),
     }
     checkpoint.write_json(folder / runfolder.RESULT, result)

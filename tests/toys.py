@@ -86,9 +86,7 @@ def tiny_model(family: str, seed: int, **changes) -> nn.Module:
     return model
 
 
-def tiny_target(
-    seed: int, *, family: str = "llama", taps: tuple[int, ...] = (0, 2), dtype=torch.float32, **changes
-) -> Target:
+def tiny_target(seed: int, *, family: str = "llama", taps: tuple[int, ...] = (0, 2), dtype=torch.float32, **changes) -> Target:
     """A target on such a model. Its head's rows have one length, so that each token is some hidden state's choice."""
     model = tiny_model(family, seed, **changes)
     head = model.get_output_embeddings().weight
@@ -121,9 +119,7 @@ class TableTarget:
         generator = torch.Generator().manual_seed(seed)
         self.embedding_VD = torch.randn(vocab, HIDDEN, generator=generator)
         self.head_VD = torch.randn(vocab, HIDDEN, generator=generator) / math.sqrt(HIDDEN)
-        self.features_VF = (
-            torch.randn(vocab, num_taps * HIDDEN, generator=generator) if features_VF is None else features_VF
-        )
+        self.features_VF = torch.randn(vocab, num_taps * HIDDEN, generator=generator) if features_VF is None else features_VF
         self.num_features, self.hidden_size = self.features_VF.shape[1], HIDDEN
 
     def embed(self, token_ids_S: Tensor) -> Tensor:
@@ -160,9 +156,7 @@ def random_drafter(seed: int, *, sharpness: float = 1.0, **changes) -> Drafter:
     with torch.no_grad():
         for parameter in drafter.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(
-                1 + 0.2 * noise if parameter.dim() == 1 else sharpness * noise / math.sqrt(parameter.shape[1])
-            )
+            parameter.copy_(1 + 0.2 * noise if parameter.dim() == 1 else sharpness * noise / math.sqrt(parameter.shape[1]))
     return drafter
 
 
@@ -211,9 +205,7 @@ def random_row(
     supervised = [int(rng.random() < 0.8) for _ in range(sum(lengths))]
     position = [p for length in lengths for p in range(length)]
     candidates = [
-        i
-        for i in range(len(position) - 1)
-        if supervised[i] and supervised[i + 1] and position[i + 1] == position[i] + 1
+        i for i in range(len(position) - 1) if supervised[i] and supervised[i + 1] and position[i + 1] == position[i] + 1
     ]
     chosen = sorted(rng.sample(candidates, min(len(candidates), num_anchors or len(candidates))))
     return {
@@ -383,9 +375,7 @@ def _fit(target: Target, drafter: Drafter, texts: list[tuple[list[int], list[int
     arrays = {
         "token_ids": [token for prompt, reply in texts for token in prompt + reply],
         "position": [place for prompt, reply in texts for place in range(len(prompt) + len(reply))],
-        "supervised": [
-            int(place >= len(prompt)) for prompt, reply in texts for place in range(len(prompt) + len(reply))
-        ],
+        "supervised": [int(place >= len(prompt)) for prompt, reply in texts for place in range(len(prompt) + len(reply))],
     }
     supervised = arrays["supervised"]
     arrays["anchors"] = [i for i in range(len(supervised) - 1) if supervised[i] and supervised[i + 1]]

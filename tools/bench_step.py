@@ -54,14 +54,33 @@ def make_step(size: str, length: int) -> DrafterStep:
     hidden, heads, kv_heads, head_dim, mlp, vocabulary = SIZES[size]
     device = torch.device("cuda")
     config = DrafterConfig(
-        hidden_size=hidden, num_layers=NUM_LAYERS, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
-        intermediate_size=mlp, vocab_size=vocabulary, rms_norm_eps=1e-6, rope_theta=1e6, max_position_embeddings=length,
-        block_size=BLOCK_SIZE, mask_token_id=vocabulary - 1, target_layer_ids=(1, 9, 17, 25, 33), num_target_layers=36,
+        hidden_size=hidden,
+        num_layers=NUM_LAYERS,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=mlp,
+        vocab_size=vocabulary,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        max_position_embeddings=length,
+        block_size=BLOCK_SIZE,
+        mask_token_id=vocabulary - 1,
+        target_layer_ids=(1, 9, 17, 25, 33),
+        num_target_layers=36,
     )
     drafter = Drafter(config)
     drafter.initialize(0)
-    hyper = Hyper(learning_rate=6e-4, warmup_fraction=0.04, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0,
-                  max_grad_norm=1.0, num_updates=1000)
+    hyper = Hyper(
+        learning_rate=6e-4,
+        warmup_fraction=0.04,
+        beta1=0.9,
+        beta2=0.999,
+        eps=1e-8,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        num_updates=1000,
+    )
     target = RandomTarget(hidden, vocabulary, length, device)
     return DrafterStep(target, drafter, decay=decay(BLOCK_SIZE, default_gamma(BLOCK_SIZE)), hyper=hyper, chunk_tokens=2048)
 
@@ -77,8 +96,11 @@ def needed(step: DrafterStep, bucket: Bucket, anchors: np.ndarray) -> dict[str, 
     head = 2 * draft * (BLOCK_SIZE - 1) / BLOCK_SIZE * c.hidden_size * c.vocab_size
     flops = 2 * fuse + NUM_LAYERS * (3 * layer + 3.5 * attention) + 2 * head
     parameters = sum(p.numel() for p in step.drafter.parameters())
-    return {"flops": flops, "parameters": parameters,
-            "floor_ms": 1e3 * (flops / MATMUL_FLOPS + 48 * parameters / COPY_BYTES_PER_S)}
+    return {
+        "flops": flops,
+        "parameters": parameters,
+        "floor_ms": 1e3 * (flops / MATMUL_FLOPS + 48 * parameters / COPY_BYTES_PER_S),
+    }
 
 
 def timed_ms(function, count: int) -> tuple[float, float]:
@@ -120,8 +142,12 @@ def kernels(function, count: int = 3) -> dict:
         end = max(end, right)
     whole = end - spans[0][0]
     longest = sorted(by_name.items(), key=lambda item: -item[1])[:12]
-    return {"nodes": len(spans) // count, "without_kernel": 1 - busy / whole, "us_without_kernel_per_node": (whole - busy) / len(spans),
-            "longest_ms": {name: round(ms, 3) for name, ms in longest}}
+    return {
+        "nodes": len(spans) // count,
+        "without_kernel": 1 - busy / whole,
+        "us_without_kernel_per_node": (whole - busy) / len(spans),
+        "longest_ms": {name: round(ms, 3) for name, ms in longest},
+    }
 
 
 def bench(case: str, updates: int) -> dict:
@@ -144,8 +170,13 @@ def bench(case: str, updates: int) -> dict:
             engine.update()
 
         ms, host_ms = timed_ms(once, updates)
-        result[mode] = {"ms": ms, "host_ms": host_ms, "prepare_s": prepare_s,
-                        "peak_gib": torch.cuda.max_memory_allocated() / 2**30, "compiles": engine.door.counts.before}
+        result[mode] = {
+            "ms": ms,
+            "host_ms": host_ms,
+            "prepare_s": prepare_s,
+            "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+            "compiles": engine.door.counts.before,
+        }
         result[mode] |= kernels(once) if mode == "replay" else {}
         engine.close()
     del engine, step
@@ -162,15 +193,23 @@ def main() -> None:
     options = parser.parse_args()
     settings = use_deterministic_math()
     results = []
-    print(f"{'case':<18}{'eager ms':>10}{'replay ms':>10}{'ratio':>7}{'floor ms':>9}{'× floor':>8}{'host µs':>9}{'nodes':>7}"
-          f"{'no kernel':>10}{'peak GiB':>9}{'start s':>8}")
+    print(
+        f"{'case':<18}{'eager ms':>10}{'replay ms':>10}{'ratio':>7}{'floor ms':>9}{'× floor':>8}{'host µs':>9}{'nodes':>7}"
+        f"{'no kernel':>10}{'peak GiB':>9}{'start s':>8}"
+    )
     for case in options.cases:
         r = bench(case, options.updates)
         results.append(r)
         e, g = r["eager"], r["replay"]
-        print(f"{case:<18}{e['ms']:>10.2f}{g['ms']:>10.2f}{e['ms'] / g['ms']:>7.2f}{r['floor_ms']:>9.2f}{g['ms'] / r['floor_ms']:>8.2f}"
-              f"{1e3 * g['host_ms']:>9.0f}{g['nodes']:>7}{g['without_kernel']:>10.1%}{g['peak_gib']:>9.1f}{e['prepare_s']:>8.1f}", flush=True)
-    print(json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "settings": settings, "results": results}))
+        print(
+            f"{case:<18}{e['ms']:>10.2f}{g['ms']:>10.2f}{e['ms'] / g['ms']:>7.2f}"
+            f"{r['floor_ms']:>9.2f}{g['ms'] / r['floor_ms']:>8.2f}"
+            f"{1e3 * g['host_ms']:>9.0f}{g['nodes']:>7}{g['without_kernel']:>10.1%}{g['peak_gib']:>9.1f}{e['prepare_s']:>8.1f}",
+            flush=True,
+        )
+    print(
+        json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "settings": settings, "results": results})
+    )
 
 
 if __name__ == "__main__":

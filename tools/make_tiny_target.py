@@ -709,9 +709,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch-rows", type=int, default=64, help=f"rows of {ROW_TOKENS} tokens in an update")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="highest learning rate")
     parser.add_argument("--warmup-updates", type=int, default=200, help="updates until the learning rate is reached")
-    parser.add_argument(
-        "--lookahead-tokens", type=int, default=3, help="tokens after the next that a middle layer learns"
-    )
+    parser.add_argument("--lookahead-tokens", type=int, default=3, help="tokens after the next that a middle layer learns")
     parser.add_argument("--prompts", type=int, default=16_000, help="user turns to sample before de-duplication")
     parser.add_argument("--conversations", type=int, default=4000, help="train conversations at most")
     parser.add_argument("--held-out-conversations", type=int, default=200, help="held-out conversations at most")

@@ -21,9 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST = "tests/mutations.toml"
-NOT_COPIED = shutil.ignore_patterns(
-    ".git", "__pycache__", ".pytest_cache", ".venv", "out", "build", "dist", "*.egg-info"
-)
+NOT_COPIED = shutil.ignore_patterns(".git", "__pycache__", ".pytest_cache", ".venv", "out", "build", "dist", "*.egg-info")
 TIMEOUT_S = 300
 
 
@@ -91,9 +89,7 @@ def judge(mutation: Mutation, tests: list[str]) -> tuple[bool, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", type=int, nargs="+", metavar="N", help="numbers of mutations, from 1")
-    parser.add_argument(
-        "--tests", nargs="+", default=[], metavar="PATH", help="run these tests instead of the named ones"
-    )
+    parser.add_argument("--tests", nargs="+", default=[], metavar="PATH", help="run these tests instead of the named ones")
     arguments = parser.parse_args()
     mutations = list(enumerate(read_mutations(ROOT), 1))
     chosen = [(n, one) for n, one in mutations if not arguments.only or n in arguments.only]

@@ -83,14 +83,27 @@ def make_case(seed: int) -> Case:
     block_size = BLOCK_SIZES[seed % len(BLOCK_SIZES)]
     heads, kv_heads = [(4, 2), (2, 2), (4, 1)][random.randint(3)]
     config = DrafterConfig(
-        hidden_size=16, num_layers=2, num_heads=heads, num_kv_heads=kv_heads, head_dim=8, intermediate_size=24,
-        vocab_size=VOCABULARY, rms_norm_eps=1e-6, rope_theta=1e4, max_position_embeddings=512, block_size=block_size,
-        mask_token_id=MASK_TOKEN, target_layer_ids=(1, 3, 5), num_target_layers=8,
+        hidden_size=16,
+        num_layers=2,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=8,
+        intermediate_size=24,
+        vocab_size=VOCABULARY,
+        rms_norm_eps=1e-6,
+        rope_theta=1e4,
+        max_position_embeddings=512,
+        block_size=block_size,
+        mask_token_id=MASK_TOKEN,
+        target_layer_ids=(1, 3, 5),
+        num_target_layers=8,
     )
     lengths = random.randint(block_size + 3, (40, 60, 300)[random.randint(3)], size=random.randint(2, 5))
     supervised = [_loss_mask(random, length) for length in lengths]
     return Case(
-        seed=seed, config=config, gamma=default_gamma(block_size),
+        seed=seed,
+        config=config,
+        gamma=default_gamma(block_size),
         token_ids=[random.randint(0, MASK_TOKEN, size=length) for length in lengths],
         supervised=supervised,
         features=[random.standard_normal((length, 3 * config.hidden_size)).astype(np.float32) for length in lengths],
@@ -156,19 +169,30 @@ def run_graphcap(case: Case) -> Outcome:
     """One micro step of graphcap's engine over all documents in one padded row."""
     drafter = Drafter(case.config)
     drafter.load_state_dict(case.weights)
-    hyper = Hyper(learning_rate=1e-3, warmup_fraction=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0,
-                  max_grad_norm=1.0, num_updates=1)
+    hyper = Hyper(
+        learning_rate=1e-3,
+        warmup_fraction=0.0,
+        beta1=0.9,
+        beta2=0.999,
+        eps=1e-8,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        num_updates=1,
+    )
     weights = decay(case.config.block_size, case.gamma)
     step = DrafterStep(GivenTarget(case), drafter, decay=weights, hyper=hyper, chunk_tokens=32)
     lengths, anchors = [len(ids) for ids in case.token_ids], row_anchors(case)
     bucket = Bucket(sum(lengths) + 5, len(anchors))
     engine = Engine(step, (bucket,))
-    engine.fill(bucket, {
-        "token_ids": np.concatenate(case.token_ids).astype(np.int32),
-        "position": np.concatenate([np.arange(length) for length in lengths]).astype(np.int32),
-        "supervised": np.concatenate(case.supervised).astype(np.int32),
-        "anchors": anchors,
-    })
+    engine.fill(
+        bucket,
+        {
+            "token_ids": np.concatenate(case.token_ids).astype(np.int32),
+            "position": np.concatenate([np.arange(length) for length in lengths]).astype(np.int32),
+            "supervised": np.concatenate(case.supervised).astype(np.int32),
+            "anchors": anchors,
+        },
+    )
     engine.micro_step(bucket)
     loss_sum, weight_sum = step.state.statistics[:2].tolist()
     views = zip(step.state.names, step.state.gradient_views, strict=True)
@@ -179,8 +203,12 @@ def run_graphcap(case: Case) -> Outcome:
 
 def _row_mask(step: DrafterStep, slot: Slot, num_tokens: int) -> np.ndarray:
     blocks = engine_step.make_blocks(
-        slot["token_ids"], slot["position"], slot["supervised"], slot["anchors"],
-        decay_J=step.decay_J, mask_token_id=MASK_TOKEN,
+        slot["token_ids"],
+        slot["position"],
+        slot["supervised"],
+        slot["anchors"],
+        decay_J=step.decay_J,
+        mask_token_id=MASK_TOKEN,
     )
     mask = DenseAttention().mask(blocks.visibility, blocks.token_ids_Q.numel())
     keep = blocks.keep_N.repeat_interleave(step.block_size)
@@ -249,13 +277,21 @@ def check_commit(clone: Path, commit: str, repository: str) -> None:
 
 def load_specforge(clone: Path):
     """SpecForge's two modules (training, draft), without the package's own imports of servers and launchers."""
-    for name in ("specforge", "specforge.core", "specforge.modeling", "specforge.modeling.draft",
-                 "specforge.algorithms", "specforge.algorithms.common"):
+    for name in (
+        "specforge",
+        "specforge.core",
+        "specforge.modeling",
+        "specforge.modeling.draft",
+        "specforge.algorithms",
+        "specforge.algorithms.common",
+    ):
         package = types.ModuleType(name)
         package.__path__ = [str(clone.joinpath(*name.split(".")))]
         sys.modules[name] = package
-    return (importlib.import_module("specforge.algorithms.common.dflash_family_model"),
-            importlib.import_module("specforge.modeling.draft.dflash"))
+    return (
+        importlib.import_module("specforge.algorithms.common.dflash_family_model"),
+        importlib.import_module("specforge.modeling.draft.dflash"),
+    )
 
 
 def run_specforge(case: Case, modules, attention: str) -> Outcome:
@@ -274,8 +310,15 @@ def run_specforge(case: Case, modules, attention: str) -> Outcome:
     embed, head = torch.nn.Embedding.from_pretrained(case.embedding_VD), torch.nn.Linear(1, 1, bias=False)
     head.weight = torch.nn.Parameter(case.head_VD, requires_grad=False)
     model = training.OnlineDFlashModel(
-        draft, head, embed, mask_token_id=MASK_TOKEN, block_size=case.config.block_size, attention_backend=attention,
-        num_anchors=size, loss_decay_gamma=case.gamma, objective_chunk_blocks=3,
+        draft,
+        head,
+        embed,
+        mask_token_id=MASK_TOKEN,
+        block_size=case.config.block_size,
+        attention_backend=attention,
+        num_anchors=size,
+        loss_decay_gamma=case.gamma,
+        objective_chunk_blocks=3,
     )
     every, real = model._sample_anchor_positions(size, batch(case.supervised), torch.device("cpu"))
     candidates = [row[kept].tolist() for row, kept in zip(every, real, strict=True)]
@@ -294,12 +337,19 @@ def _specforge_config(config: DrafterConfig, attention: str):
     from transformers import Qwen3Config
 
     made = Qwen3Config(
-        hidden_size=config.hidden_size, num_hidden_layers=config.num_layers, num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads, head_dim=config.head_dim, intermediate_size=config.intermediate_size,
-        vocab_size=config.vocab_size, rms_norm_eps=config.rms_norm_eps,
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        rms_norm_eps=config.rms_norm_eps,
         max_position_embeddings=config.max_position_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta}, block_size=config.block_size,
-        layer_types=["full_attention"] * config.num_layers, num_target_layers=config.num_target_layers,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        block_size=config.block_size,
+        layer_types=["full_attention"] * config.num_layers,
+        num_target_layers=config.num_target_layers,
         dflash_config={"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)},
     )
     made._attn_implementation = attention
@@ -356,7 +406,8 @@ def numbers(outcome: Outcome) -> tuple[dict, Tensor]:
         "candidates_sha256": hashlib.sha256(json.dumps(outcome.candidates).encode()).hexdigest(),
         "mask_sha256": hashlib.sha256(np.packbits(outcome.mask).tobytes()).hexdigest(),
         "mask_shape": list(outcome.mask.shape),
-        "loss_sum": outcome.loss_sum, "weight_sum": outcome.weight_sum,
+        "loss_sum": outcome.loss_sum,
+        "weight_sum": outcome.weight_sum,
         "gradient_norms": {name: float(outcome.gradients[name].double().norm()) for name in names},
     }
     return scalars, torch.cat([sampled(outcome.gradients[name]) for name in names])
@@ -393,9 +444,11 @@ def run_cases(seeds: list[int], modules, attention: str) -> dict[str, float]:
         kept, lengths = case.anchors != UNUSED, np.array([len(ids) for ids in case.token_ids])
         past = int((kept & (case.anchors + case.config.block_size > lengths[:, None])).sum())
         largest = max(found, key=found.get)
-        print(f"{seed:>10}  {case.config.block_size:>5}  {len(lengths):>9}  {lengths.sum():>6}  "
-              f"{kept.sum():>4}/{kept.size:<5}  {past:>12}  {theirs.loss_sum / theirs.weight_sum:<8.4f}  "
-              f"{found[largest]:.1e} ({largest})")
+        print(
+            f"{seed:>10}  {case.config.block_size:>5}  {len(lengths):>9}  {lengths.sum():>6}  "
+            f"{kept.sum():>4}/{kept.size:<5}  {past:>12}  {theirs.loss_sum / theirs.weight_sum:<8.4f}  "
+            f"{found[largest]:.1e} ({largest})"
+        )
     return worst
 
 
@@ -423,10 +476,17 @@ def store(path: Path, modules, attention: str) -> None:
     from safetensors.torch import save_file
     from transformers import __version__ as transformers_version
 
-    document, tensors = {
-        "what": "reference numbers of SpecForge's DFlash training module", "commit": COMMIT, "attention": attention,
-        "torch": torch.__version__, "transformers": transformers_version, "cases": {},
-    }, {}
+    document, tensors = (
+        {
+            "what": "reference numbers of SpecForge's DFlash training module",
+            "commit": COMMIT,
+            "attention": attention,
+            "torch": torch.__version__,
+            "transformers": transformers_version,
+            "cases": {},
+        },
+        {},
+    )
     for seed in STORED_SEEDS:
         document["cases"][str(seed)], tensors[str(seed)] = numbers(run_specforge(make_case(seed), modules, attention))
     path.parent.mkdir(parents=True, exist_ok=True)

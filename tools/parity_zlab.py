@@ -61,8 +61,16 @@ CASE_SEED, CASE_PROMPTS, CASE_NEW_TOKENS, CASE_LEAST_GAP = 5, 16, 40, 1e-3
 BLOCKS_STORED, REPLY_STORED = 3, ("prompt", "token_ids", "accepted", "extra")
 FIT_UPDATES, FIT_ANCHORS, FIT_DOCUMENTS = 600, 48, 256
 TARGET_SIZES = dict(
-    vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=8, max_position_embeddings=256, tie_word_embeddings=False, rms_norm_eps=1e-6,
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=256,
+    tie_word_embeddings=False,
+    rms_norm_eps=1e-6,
 )
 THETA, MASK_TOKEN, STOP_IDS = 10000.0, 95, (3, 89, 94)
 
@@ -113,8 +121,10 @@ def check_transformers() -> None:
     from transformers import __version__ as version
 
     if tuple(int(part) for part in version.split(".")[:2]) > (5, 17):
-        sys.exit(f"transformers '{version}': expected 5.17 or older, got {version}; z-lab's loop crops its caches by a "
-                 "positive length, an error from 5.18 on. Fix: use an environment with transformers==5.17.0.")
+        sys.exit(
+            f"transformers '{version}': expected 5.17 or older, got {version}; z-lab's loop crops its caches by a "
+            "positive length, an error from 5.18 on. Fix: use an environment with transformers==5.17.0."
+        )
 
 
 def load_zlab_drafter(module, folder: Path, attention: str) -> nn.Module:
@@ -138,13 +148,24 @@ def run_zlab(module, job: Job, attention: str) -> list[Trace]:
     for prompt in job.prompts:
         logits.clear(), hidden.clear()
         out = module.dflash_generate(
-            drafter, target, torch.tensor([prompt]), job.max_new_tokens, sorted(job.stop_ids) or None, 0.0,
+            drafter,
+            target,
+            torch.tensor([prompt]),
+            job.max_new_tokens,
+            sorted(job.stop_ids) or None,
+            0.0,
             return_stats=True,
         )
         draft_gaps, target_gaps = ([gaps(block) for block in logits[first::2]] for first in (1, 2))
         trace = Trace(
-            prompt, out.output_ids[0, len(prompt) :].tolist(), list(out.acceptance_lengths), list(hidden), logits[2::2],
-            draft_gaps, target_gaps, gaps(logits[0])[-1],
+            prompt,
+            out.output_ids[0, len(prompt) :].tolist(),
+            list(out.acceptance_lengths),
+            list(hidden),
+            logits[2::2],
+            draft_gaps,
+            target_gaps,
+            gaps(logits[0])[-1],
         )
         drop_extra(trace, first_token=int(logits[0][-1].argmax()), job=job)
         traces.append(trace)
@@ -209,8 +230,10 @@ def change_order(drafter: Drafter) -> None:
 
 
 TWINS = {
-    "tapped layers one too high": change_taps, "features in another order": change_order,
-    "rope_theta half as large again": change_theta, "another mask token": change_mask_token,
+    "tapped layers one too high": change_taps,
+    "features in another order": change_order,
+    "rope_theta half as large again": change_theta,
+    "another mask token": change_mask_token,
     "one weight changed": change_weight,
 }
 
@@ -235,8 +258,12 @@ def first_difference(ours: Trace, theirs: Trace) -> tuple[str, float]:
         span = slice(place, place + min(mine, reference))
         if mine != reference or ours.token_ids[span] != theirs.token_ids[span]:
             slot = min(mine, reference) - 1  # the last slot on which both sides may still agree
-            near = [gap for values in (theirs.draft_gaps, theirs.target_gaps) for part in values[number : number + 1]
-                    for gap in part[: slot + 1]]
+            near = [
+                gap
+                for values in (theirs.draft_gaps, theirs.target_gaps)
+                for part in values[number : number + 1]
+                for gap in part[: slot + 1]
+            ]
             words = f"verification {number} (token {place}): {mine} against {reference} accepted"
             return words, min(near, default=float("inf"))
         place += reference
@@ -281,10 +308,14 @@ def print_comparison(ours: list[Trace], theirs: list[Trace], found: dict) -> Non
         accepted = " ".join(map(str, mine.accepted))
         print(f"{number:>6}  {len(mine.token_ids):>6}  {len(mine.accepted):>13}  {accepted}{same}")
     visits, accepted = sum(len(trace.accepted) for trace in theirs), sum(sum(trace.accepted) for trace in theirs)
-    print(f"\n{found['equal']} of {len(ours)} prompts equal in tokens and accepted lengths; "
-          f"{len(found['ties'])} part at a tie, {len(found['differences'])} for real")
-    print(f"mean accepted {accepted / max(1, visits):.3f} over {visits} verifications; z-lab made "
-          f"{sum(trace.extra for trace in theirs)} more after a complete reply")
+    print(
+        f"\n{found['equal']} of {len(ours)} prompts equal in tokens and accepted lengths; "
+        f"{len(found['ties'])} part at a tie, {len(found['differences'])} for real"
+    )
+    print(
+        f"mean accepted {accepted / max(1, visits):.3f} over {visits} verifications; z-lab made "
+        f"{sum(trace.extra for trace in theirs)} more after a complete reply"
+    )
     for line in found["ties"] + found["differences"]:
         print(f"  {line}")
     print(f"\n{'largest over all blocks':<34}  ||difference|| / ||reference||")
@@ -319,8 +350,12 @@ def case_target(seed: int = CASE_SEED) -> nn.Module:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        **TARGET_SIZES, rope_parameters={"rope_type": "default", "rope_theta": THETA}, eos_token_id=list(STOP_IDS),
-        pad_token_id=0, bos_token_id=None, use_sliding_window=False,
+        **TARGET_SIZES,
+        rope_parameters={"rope_type": "default", "rope_theta": THETA},
+        eos_token_id=list(STOP_IDS),
+        pad_token_id=0,
+        bos_token_id=None,
+        use_sliding_window=False,
     )
     model, random = Qwen3ForCausalLM(config).float(), np.random.RandomState(seed)
     with torch.no_grad():
@@ -335,9 +370,20 @@ def case_target(seed: int = CASE_SEED) -> nn.Module:
 def case_config() -> DrafterConfig:
     sizes = TARGET_SIZES
     return DrafterConfig(
-        hidden_size=sizes["hidden_size"], num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=48,
-        vocab_size=sizes["vocab_size"], rms_norm_eps=1e-6, rope_theta=THETA, max_position_embeddings=256, block_size=8,
-        mask_token_id=MASK_TOKEN, target_layer_ids=(1, 2, 3), num_target_layers=sizes["num_hidden_layers"],
+        hidden_size=sizes["hidden_size"],
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        vocab_size=sizes["vocab_size"],
+        rms_norm_eps=1e-6,
+        rope_theta=THETA,
+        max_position_embeddings=256,
+        block_size=8,
+        mask_token_id=MASK_TOKEN,
+        target_layer_ids=(1, 2, 3),
+        num_target_layers=sizes["num_hidden_layers"],
     )
 
 
@@ -355,8 +401,16 @@ def fit_case_drafter() -> Drafter:
     for prompt in case_prompts(CASE_SEED + 1, FIT_DOCUMENTS):
         reply = decode_plain(target, prompt, max_new_tokens=CASE_NEW_TOKENS, stop_ids=set())
         documents.append((prompt, reply.token_ids))
-    hyper = Hyper(learning_rate=4e-3, warmup_fraction=0.05, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0,
-                  max_grad_norm=1.0, num_updates=FIT_UPDATES)
+    hyper = Hyper(
+        learning_rate=4e-3,
+        warmup_fraction=0.05,
+        beta1=0.9,
+        beta2=0.999,
+        eps=1e-8,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        num_updates=FIT_UPDATES,
+    )
     step = DrafterStep(target, drafter, decay=decay(8, default_gamma(8)), hyper=hyper, chunk_tokens=512)
     bucket, random = Bucket(4 * (CASE_NEW_TOKENS + 12), FIT_ANCHORS), np.random.RandomState(CASE_SEED)
     engine = Engine(step, (bucket,))
@@ -408,13 +462,18 @@ def store(path: Path, job: Job, traces: list[Trace], module, attention: str) -> 
 
     clear = clear_of_ties(traces)
     if len(clear) < CASE_PROMPTS:
-        sys.exit(f"case '{CASE_SEED}': expected {CASE_PROMPTS} prompts clear of ties, got {len(clear)}. "
-                 "Fix: change CASE_SEED.")
+        sys.exit(f"case '{CASE_SEED}': expected {CASE_PROMPTS} prompts clear of ties, got {len(clear)}. Fix: change CASE_SEED.")
     loaded = load_zlab_drafter(module, job.folder, attention).state_dict()
     document = {
-        "what": "reference numbers of z-lab's DFlash model and generate loop", "commit": COMMIT, "attention": attention,
-        "torch": torch.__version__, "transformers": transformers_version, "target_seed": CASE_SEED,
-        "max_new_tokens": job.max_new_tokens, "stop_ids": sorted(job.stop_ids), "least_gap": CASE_LEAST_GAP,
+        "what": "reference numbers of z-lab's DFlash model and generate loop",
+        "commit": COMMIT,
+        "attention": attention,
+        "torch": torch.__version__,
+        "transformers": transformers_version,
+        "target_seed": CASE_SEED,
+        "max_new_tokens": job.max_new_tokens,
+        "stop_ids": sorted(job.stop_ids),
+        "least_gap": CASE_LEAST_GAP,
         "drafter_config": json.loads((job.folder / CONFIG).read_text(encoding="utf-8")),
         "tensor_shapes": {name: list(tensor.shape) for name, tensor in loaded.items()},
         "replies": [{name: getattr(trace, name) for name in REPLY_STORED} for trace in clear],

@@ -7,7 +7,22 @@ from graphcap.data.planner import Bucket, Shapes, plan
 from graphcap.data.templates import tokenize_conversation
 
 __all__ = [
-    "Bucket", "Conversation", "Document", "Documents", "Row", "RowArrays", "Schedule", "Shapes", "Update",
-    "anchor_candidates", "arrange", "arrange_with", "choose_anchors", "load_documents", "num_anchors_of", "plan",
-    "read_conversations", "tokenize_conversation",
+    "Bucket",
+    "Conversation",
+    "Document",
+    "Documents",
+    "Row",
+    "RowArrays",
+    "Schedule",
+    "Shapes",
+    "Update",
+    "anchor_candidates",
+    "arrange",
+    "arrange_with",
+    "choose_anchors",
+    "load_documents",
+    "num_anchors_of",
+    "plan",
+    "read_conversations",
+    "tokenize_conversation",
 ]

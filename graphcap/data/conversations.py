@@ -80,10 +80,14 @@ class Documents:
         line += f", {num_dropped:,} dropped"
         if num_dropped:
             ordered = sorted(self.dropped.items(), key=lambda item: (-item[1], item[0]))
-            line += " (" + "; ".join(
-                f"{count:,} {reason}" + (f", first {self.first_places[reason]}" if reason in self.first_places else "")
-                for reason, count in ordered
-            ) + ")"
+            line += (
+                " ("
+                + "; ".join(
+                    f"{count:,} {reason}" + (f", first {self.first_places[reason]}" if reason in self.first_places else "")
+                    for reason, count in ordered
+                )
+                + ")"
+            )
         return line
 
 
@@ -103,9 +107,7 @@ def read_conversations(paths: Iterable[str | Path], *, on_bad_line: str, dropped
             dropped[entry.reason] += 1
 
 
-def load_documents(
-    paths: Iterable[str | Path], tokenizer, *, max_length: int, on_long: str, on_bad_line: str
-) -> Documents:
+def load_documents(paths: Iterable[str | Path], tokenizer, *, max_length: int, on_long: str, on_bad_line: str) -> Documents:
     """Read, tokenise and sift the conversations of JSONL files.
 
     max_length: tokens. on_long: what happens to a longer document: "error", "truncate" (its end is cut off) or "drop".
@@ -144,8 +146,11 @@ def load_documents(
     result = Documents(documents, dict(dropped), len(documents) + sum(dropped.values()), first_places, num_truncated)
     if not documents:
         raise DataError(
-            "data", ", ".join(map(str, paths)), expected="at least one document with something to learn from",
-            got=f"0 supervised tokens within max_length = {max_length}", cause=result.summary(),
+            "data",
+            ", ".join(map(str, paths)),
+            expected="at least one document with something to learn from",
+            got=f"0 supervised tokens within max_length = {max_length}",
+            cause=result.summary(),
             fix="mend the conversations, or raise data.max_length if the answers stand behind it",
         )
     return result
@@ -158,7 +163,9 @@ def _sift(document: Document, *, max_length: int, on_long: str) -> tuple[Documen
     if truncated:
         if on_long == "error":
             raise DataError(
-                "conversation", f"{document.source} line {document.line}", got=f"{num_tokens} tokens",
+                "conversation",
+                f"{document.source} line {document.line}",
+                got=f"{num_tokens} tokens",
                 expected=f"at most max_length = {max_length} tokens",
                 fix="raise data.max_length, or set data.on_long to truncate or drop",
             )
@@ -178,9 +185,7 @@ def _sift(document: Document, *, max_length: int, on_long: str) -> tuple[Documen
 class _BadLine(BadConversation):
     """A bad conversation with its place."""
 
-    def __init__(
-        self, reason: str, source: str, line: int, *, expected: str, got: str, fix: str, cause: str = ""
-    ) -> None:
+    def __init__(self, reason: str, source: str, line: int, *, expected: str, got: str, fix: str, cause: str = "") -> None:
         place = f"{source} line {line}"
         super().__init__(reason, "conversation", place, expected=expected, got=got, fix=fix, cause=cause)
         self.source, self.line = source, line
@@ -191,8 +196,15 @@ def _tokenized(conversation: Conversation, tokenizer, document_id: int) -> "Docu
         token_ids, loss_mask = tokenize_conversation(tokenizer, conversation.messages)
     except BadConversation as error:
         cause = f"{error.thing}, {error.name}" + (f": {error.cause}" if error.cause else "")
-        return _BadLine(error.reason, conversation.source, conversation.line, expected=error.expected, got=error.got,
-                        fix=error.fix, cause=cause)
+        return _BadLine(
+            error.reason,
+            conversation.source,
+            conversation.line,
+            expected=error.expected,
+            got=error.got,
+            fix=error.fix,
+            cause=cause,
+        )
     return Document(document_id, token_ids, loss_mask, conversation.source, conversation.line)
 
 
@@ -207,8 +219,12 @@ def _entries(paths: Iterable[str | Path]) -> "Iterator[Conversation | _BadLine]"
             file = open(path, "rb")
         except OSError as error:
             raise DataError(
-                "data file", path, expected="a JSONL file of conversations", got=(error.strerror or str(error)).lower(),
-                cause="a relative path begins in the folder that graphcap runs in", fix="give the path of a file",
+                "data file",
+                path,
+                expected="a JSONL file of conversations",
+                got=(error.strerror or str(error)).lower(),
+                cause="a relative path begins in the folder that graphcap runs in",
+                fix="give the path of a file",
             ) from error
         with file:
             for line, raw in enumerate(file, start=1):
@@ -231,8 +247,14 @@ def _messages(raw: bytes, source: str, line: int) -> list[dict]:
         raise _BadLine("invalid UTF-8", source, line, expected="UTF-8", got=got, fix="save it in UTF-8") from error
     except (ValueError, RecursionError) as error:
         got = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
-        raise _BadLine("broken JSON", source, line, expected="one JSON object", got=got,
-                       fix="mend or remove the line; each line is one whole conversation") from error
+        raise _BadLine(
+            "broken JSON",
+            source,
+            line,
+            expected="one JSON object",
+            got=got,
+            fix="mend or remove the line; each line is one whole conversation",
+        ) from error
     expected = "an object with the key 'messages'"
     fix = 'write each line as {"messages": [{"role": …, "content": …}, …]}'
     if not isinstance(row, dict):
@@ -254,8 +276,9 @@ def _check_message(message: object, number: int, source: str, line: int) -> None
     """Raises: _BadLine naming the message."""
     fix = "give every message a role and its text"
     if not isinstance(message, dict):
-        raise _BadLine("broken message", source, line, expected=f"message {number} to be an object",
-                       got=type(message).__name__, fix=fix)
+        raise _BadLine(
+            "broken message", source, line, expected=f"message {number} to be an object", got=type(message).__name__, fix=fix
+        )
     for key in ("role", "content"):
         if not isinstance(message.get(key), str):
             found = ", ".join(list(message)[:12]) or "none"
@@ -271,5 +294,6 @@ def _check_message(message: object, number: int, source: str, line: int) -> None
     except UnicodeEncodeError as error:
         # JSON can spell half of a surrogate pair; no tokenizer takes it.
         got = f"half a surrogate pair at character {error.start + 1}"
-        raise _BadLine("invalid Unicode", source, line, expected=f"Unicode text in message {number}", got=got,
-                       fix="mend the \\u escapes") from error
+        raise _BadLine(
+            "invalid Unicode", source, line, expected=f"Unicode text in message {number}", got=got, fix="mend the \\u escapes"
+        ) from error

@@ -44,9 +44,7 @@ def arrange(row: Row, documents_by_id: Mapping[int, Document], *, seed: int, epo
     return arrange_with(row, documents_by_id, lambda one: choose_anchors(one, seed=seed, epoch=epoch, density=density))
 
 
-def arrange_with(
-    row: Row, documents_by_id: Mapping[int, Document], anchors_of: Callable[[Document], np.ndarray]
-) -> RowArrays:
+def arrange_with(row: Row, documents_by_id: Mapping[int, Document], anchors_of: Callable[[Document], np.ndarray]) -> RowArrays:
     """The row with the anchors that `anchors_of` gives: positions in the document, rising, possibly none.
 
     Raises: ShapeError naming the bucket if tokens or anchors exceed it.
@@ -70,11 +68,16 @@ def arrange_with(
         anchors=_joined(anchors),
         document_ids=row.document_ids,
     )
-    for what, count, room in (("tokens", len(arrays.token_ids), row.bucket.length),
-                              ("anchors", len(arrays.anchors), row.bucket.num_anchors)):
+    for what, count, room in (
+        ("tokens", len(arrays.token_ids), row.bucket.length),
+        ("anchors", len(arrays.anchors), row.bucket.num_anchors),
+    ):
         if count > room:
             raise ShapeError(
-                "bucket", row.bucket.name, expected=f"at most {room} {what} in a row", got=f"{count} {what}",
+                "bucket",
+                row.bucket.name,
+                expected=f"at most {room} {what} in a row",
+                got=f"{count} {what}",
                 cause=f"the row has documents {', '.join(map(str, row.document_ids[:8]))}",
                 fix="pack the row under the bucket's sizes, or hand over its anchors in chunks",
             )

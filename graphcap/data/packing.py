@@ -174,8 +174,16 @@ class Schedule:
     """
 
     def __init__(
-        self, shapes: Shapes, ids: np.ndarray, lengths: np.ndarray, anchor_counts: np.ndarray, *,
-        seed: int, epochs: int, rows_per_update: int, max_updates: int = 0,
+        self,
+        shapes: Shapes,
+        ids: np.ndarray,
+        lengths: np.ndarray,
+        anchor_counts: np.ndarray,
+        *,
+        seed: int,
+        epochs: int,
+        rows_per_update: int,
+        max_updates: int = 0,
     ) -> None:
         """ids, lengths, anchor_counts: int [n], one entry a document. max_updates: stop after so many; 0: never.
 
@@ -264,8 +272,10 @@ class Schedule:
             return []
         ids = self._ids[window].tolist()
         rows = [
-            Row(self._smallest_bucket(int(lengths[members].sum()), int(anchor_counts[members].sum())),
-                tuple(ids[member] for member in members))
+            Row(
+                self._smallest_bucket(int(lengths[members].sum()), int(anchor_counts[members].sum())),
+                tuple(ids[member] for member in members),
+            )
             for members in packed
         ]
         keys = _hash(np.array([row.document_ids[0] for row in rows]), self.seed, _ROW_ORDER, epoch)
@@ -284,8 +294,10 @@ def check_fit(largest: Bucket, ids: np.ndarray, lengths: np.ndarray, anchor_coun
     if len(too_long):
         at = int(too_long[0])
         raise DataError(
-            "document", int(ids[at]), expected=f"at most {largest.length} tokens and {largest.num_anchors} anchors",
+            "document",
+            int(ids[at]),
+            expected=f"at most {largest.length} tokens and {largest.num_anchors} anchors",
             got=f"{int(lengths[at])} tokens and {int(anchor_counts[at])} anchors",
             cause=f"the nearest bucket, {largest.name}, is the largest; {len(too_long)} documents do not fit",
-            fix="raise shapes.row_length, or lower data.max_length with data.on_long = \"truncate\" or \"drop\"",
+            fix='raise shapes.row_length, or lower data.max_length with data.on_long = "truncate" or "drop"',
         )

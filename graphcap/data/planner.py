@@ -66,20 +66,36 @@ class Shapes:
 
         Raises: DataError naming the packing version or the settings that differ, else the documents.
         """
-        fix = "plan again (shapes.plan = \"auto\"), or give the inputs that the file was made from"
+        fix = 'plan again (shapes.plan = "auto"), or give the inputs that the file was made from'
         if self.packing_version != PACKING_VERSION:
-            raise DataError("shapes", "packing_version", expected=str(PACKING_VERSION), got=str(self.packing_version),
-                            cause="another version puts other documents into a row", fix=fix)
+            raise DataError(
+                "shapes",
+                "packing_version",
+                expected=str(PACKING_VERSION),
+                got=str(self.packing_version),
+                cause="another version puts other documents into a row",
+                fix=fix,
+            )
         for name, now in (("block_size", block_size), ("anchor_density", anchor_density), ("window", window)):
             if getattr(self, name) != now:
-                raise DataError("shapes", name, expected=str(getattr(self, name)), got=str(now),
-                                cause="the shapes were planned for the former", fix=fix)
+                raise DataError(
+                    "shapes",
+                    name,
+                    expected=str(getattr(self, name)),
+                    got=str(now),
+                    cause="the shapes were planned for the former",
+                    fix=fix,
+                )
         now = fingerprint(lengths, anchor_counts, block_size=block_size, anchor_density=anchor_density, window=window)
         if now != self.fingerprint:
             raise DataError(
-                "shapes", "fingerprint", expected=self.fingerprint[:16], got=now[:16], fix=fix,
+                "shapes",
+                "fingerprint",
+                expected=self.fingerprint[:16],
+                got=now[:16],
+                fix=fix,
                 cause=f"planned for {self.histogram.get('documents')} documents of {self.histogram.get('tokens')} "
-                      f"tokens, given {len(lengths)} of {int(np.sum(lengths))}",
+                f"tokens, given {len(lengths)} of {int(np.sum(lengths))}",
             )
 
     def to_json(self) -> str:
@@ -101,19 +117,27 @@ class Shapes:
         if not isinstance(fields["buckets"], list) or not fields["buckets"]:
             raise _refuse(source, "a list of buckets", repr(fields["buckets"]))
         buckets = tuple(_bucket_from(entry, source) for entry in fields["buckets"])
-        for name, kind in (("block_size", int), ("window", int), ("packing_version", int), ("anchor_density", float),
-                           ("fingerprint", str), ("histogram", dict)):
+        for name, kind in (
+            ("block_size", int),
+            ("window", int),
+            ("packing_version", int),
+            ("anchor_density", float),
+            ("fingerprint", str),
+            ("histogram", dict),
+        ):
             if kind is float and type(fields[name]) is int:
                 fields[name] = float(fields[name])
             if type(fields[name]) is not kind or kind in (int, float) and not 0 < fields[name] < math.inf:
-                raise _refuse(source, f"{name}: {kind.__name__}" + (" above 0" if kind in (int, float) else ""),
-                              repr(fields[name]))
+                raise _refuse(
+                    source, f"{name}: {kind.__name__}" + (" above 0" if kind in (int, float) else ""), repr(fields[name])
+                )
         if list(buckets) != sorted(set(buckets), reverse=True):
             raise _refuse(source, "buckets largest first, none twice", ", ".join(bucket.name for bucket in buckets))
         for bucket in buckets:
             if bucket.num_anchors * fields["block_size"] % TILE_TOKENS or bucket.num_anchors > buckets[0].num_anchors:
                 raise _refuse(
-                    source, f"slots times block_size a multiple of {TILE_TOKENS}, and no more than the first bucket's",
+                    source,
+                    f"slots times block_size a multiple of {TILE_TOKENS}, and no more than the first bucket's",
                     f"bucket {bucket.name} with block_size {fields['block_size']}",
                 )
         return cls(**{**fields, "buckets": buckets})
@@ -139,21 +163,28 @@ class Shapes:
         return cls.from_json(text, source=str(path))
 
 
-def fingerprint(
-    lengths: np.ndarray, anchor_counts: np.ndarray, *, block_size: int, anchor_density: float, window: int
-) -> str:
+def fingerprint(lengths: np.ndarray, anchor_counts: np.ndarray, *, block_size: int, anchor_density: float, window: int) -> str:
     """sha256 (hex) over lengths and anchor counts (int [n], in order) and the settings. The same on every machine."""
     digest = hashlib.sha256()
-    digest.update(f"packing {PACKING_VERSION} block {block_size} density {float(anchor_density)!r} window {window} "
-                  f"documents {len(lengths)}\n".encode())
+    digest.update(
+        f"packing {PACKING_VERSION} block {block_size} density {float(anchor_density)!r} window {window} "
+        f"documents {len(lengths)}\n".encode()
+    )
     for numbers in (lengths, anchor_counts):
         digest.update(np.asarray(numbers).astype("<i8").tobytes())
     return digest.hexdigest()
 
 
 def plan(
-    lengths: np.ndarray, anchor_counts: np.ndarray, *, block_size: int, anchor_density: float, row_length: int,
-    max_buckets: int, window: int, ids: np.ndarray | None = None,
+    lengths: np.ndarray,
+    anchor_counts: np.ndarray,
+    *,
+    block_size: int,
+    anchor_density: float,
+    row_length: int,
+    max_buckets: int,
+    window: int,
+    ids: np.ndarray | None = None,
 ) -> Shapes:
     """Choose the buckets for documents of these lengths (tokens) and anchor counts, both int [n].
 
@@ -169,16 +200,15 @@ def plan(
         raise DataError("plan", "shapes", expected="at least one document", got="none", fix="give conversations")
     if row_length % TILE_TOKENS:
         near = max(TILE_TOKENS, round(row_length / TILE_TOKENS) * TILE_TOKENS)
-        raise ConfigError("recipe key", "shapes.row_length", expected=f"a multiple of {TILE_TOKENS}",
-                          got=str(row_length), fix=f"write {near}")
+        raise ConfigError(
+            "recipe key", "shapes.row_length", expected=f"a multiple of {TILE_TOKENS}", got=str(row_length), fix=f"write {near}"
+        )
     length = row_length or _round_up(max(int(lengths.max()), min(LEAST_ROW_TOKENS, int(lengths.sum()))), TILE_TOKENS)
     unit = TILE_TOKENS // math.gcd(TILE_TOKENS, block_size)  # N in these units makes N · block_size whole tiles
     largest = Bucket(length, _round_up(int(anchor_counts.max()), unit))
     check_fit(largest, np.arange(len(lengths)) if ids is None else np.asarray(ids), lengths, anchor_counts)
 
-    slots = _choose_slots(
-        lengths, anchor_counts, largest, block_size=block_size, window=window, max_buckets=max_buckets
-    )
+    slots = _choose_slots(lengths, anchor_counts, largest, block_size=block_size, window=window, max_buckets=max_buckets)
     buckets, part = [Bucket(length, num_anchors) for num_anchors in slots], 2
     while len(buckets) < max_buckets and buckets[-1].length > TILE_TOKENS:
         smaller = Bucket(_round_up(-(-length // part), TILE_TOKENS), _round_up(-(-slots[-1] // part), unit))
@@ -188,8 +218,12 @@ def plan(
         part *= 2
     density = float(anchor_density)
     return Shapes(
-        buckets=tuple(buckets), block_size=block_size, anchor_density=density, window=window,
-        packing_version=PACKING_VERSION, histogram=_histogram(lengths, anchor_counts),
+        buckets=tuple(buckets),
+        block_size=block_size,
+        anchor_density=density,
+        window=window,
+        packing_version=PACKING_VERSION,
+        histogram=_histogram(lengths, anchor_counts),
         fingerprint=fingerprint(lengths, anchor_counts, block_size=block_size, anchor_density=density, window=window),
     )
 
@@ -237,13 +271,20 @@ def _histogram(lengths: np.ndarray, anchor_counts: np.ndarray) -> dict:
     while low < lengths.max():
         counts[f"<= {bound}"] = int(np.count_nonzero((lengths > low) & (lengths <= bound)))
         low, bound = bound, bound * 2
-    return {"documents": len(lengths), "tokens": int(lengths.sum()), "anchors": int(anchor_counts.sum()),
-            "longest": int(lengths.max()), "documents_by_length": counts}
+    return {
+        "documents": len(lengths),
+        "tokens": int(lengths.sum()),
+        "anchors": int(anchor_counts.sum()),
+        "longest": int(lengths.max()),
+        "documents_by_length": counts,
+    }
 
 
 def _bucket_from(entry: object, source: str) -> Bucket:
-    good = isinstance(entry, dict) and set(entry) == {"length", "num_anchors"} and all(
-        type(value) is int and value > 0 for value in entry.values()
+    good = (
+        isinstance(entry, dict)
+        and set(entry) == {"length", "num_anchors"}
+        and all(type(value) is int and value > 0 for value in entry.values())
     )
     if not good or entry["length"] % TILE_TOKENS:
         raise _refuse(source, f"a bucket with length (a multiple of {TILE_TOKENS}) and num_anchors", repr(entry))
@@ -251,4 +292,4 @@ def _bucket_from(entry: object, source: str) -> Bucket:
 
 
 def _refuse(source: str, expected: str, got: str) -> DataError:
-    return DataError("shapes file", source, expected=expected, got=got, fix="plan again with shapes.plan = \"auto\"")
+    return DataError("shapes file", source, expected=expected, got=got, fix='plan again with shapes.plan = "auto"')

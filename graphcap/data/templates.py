@@ -32,9 +32,7 @@ _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 class BadConversation(DataError):
     """One conversation that cannot be used. reason: the short, stable text that it is counted under when skipped."""
 
-    def __init__(
-        self, reason: str, thing: str, name: object, *, expected: str, got: str, fix: str, cause: str = ""
-    ) -> None:
+    def __init__(self, reason: str, thing: str, name: object, *, expected: str, got: str, fix: str, cause: str = "") -> None:
         super().__init__(thing, name, expected=expected, got=got, fix=fix, cause=cause)
         self.reason = reason
 
@@ -60,8 +58,13 @@ def _template(tokenizer) -> str:
     if isinstance(template, dict):
         template = template.get("default")
     if not template:
-        raise DataError("tokenizer", type(tokenizer).__name__, expected="a chat template", got="none",
-                        fix="use the tokenizer of a chat model, or put chat_template.jinja beside it")
+        raise DataError(
+            "tokenizer",
+            type(tokenizer).__name__,
+            expected="a chat template",
+            got="none",
+            fix="use the tokenizer of a chat model, or put chat_template.jinja beside it",
+        )
     return template
 
 
@@ -71,8 +74,12 @@ def _render(tokenizer, messages: list[dict], *, prompt: bool) -> str:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
     except Exception as error:  # a template is foreign code: it may raise anything, and says why in the text
         raise BadConversation(
-            REFUSED, "chat template", f"messages 1 to {len(messages)}", expected="a chat that the template renders",
-            got=f"{type(error).__name__}: {error}", fix="mend the order or fields of the messages, or leave them out",
+            REFUSED,
+            "chat template",
+            f"messages 1 to {len(messages)}",
+            expected="a chat that the template renders",
+            got=f"{type(error).__name__}: {error}",
+            fix="mend the order or fields of the messages, or leave them out",
         ) from error
 
 
@@ -104,7 +111,9 @@ def _spans_by_markers(tokenizer, template: str, messages: list[dict], text: str)
 
     rendered, marked = render_jinja_template(
         conversations=[[{key: value for key, value in message.items() if value is not None} for message in messages]],
-        chat_template=template, return_assistant_tokens_mask=True, add_generation_prompt=False,
+        chat_template=template,
+        return_assistant_tokens_mask=True,
+        add_generation_prompt=False,
         **tokenizer.special_tokens_map,
     )
     assert rendered[0] == text, "transformers renders a chat differently with and without generation markers"
@@ -203,8 +212,11 @@ def _num_common(left: list[int], right: list[int]) -> int:
 def _rewritten(turn: int, what: str, short: str, other: str, long: str) -> BadConversation:
     at = len(os.path.commonprefix([short, long]))
     return BadConversation(
-        REWRITTEN, "chat template", f"message {turn + 1} (assistant)",
-        expected=f"{other} to begin with {what}", got=f"{long[at : at + 30]!r} in place of {short[at : at + 30]!r}",
+        REWRITTEN,
+        "chat template",
+        f"message {turn + 1} (assistant)",
+        expected=f"{other} to begin with {what}",
+        got=f"{long[at : at + 30]!r} in place of {short[at : at + 30]!r}",
         cause="an unstable template: it rewrites earlier turns, so what the assistant wrote cannot be found",
         fix="use a template with generation markers ({% generation %}), or chats of one answer each",
     )

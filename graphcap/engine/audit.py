@@ -20,7 +20,9 @@ NUM_SAMPLED = 64
 TOLERANCE = 0.05  # of a block's or tensor's norm: bf16 stays under 0.02, one key too many is far above in short contexts
 
 
-def audit_attention(layer: Layer, blocks: Blocks, table_Q, attend, *, bucket_name: str, context_shape: tuple, scale: float) -> None:
+def audit_attention(
+    layer: Layer, blocks: Blocks, table_Q, attend, *, bucket_name: str, context_shape: tuple, scale: float
+) -> None:
     """Compare `layer`, as it is compiled and trained, with a dense float32 copy of it on sampled blocks.
 
     table_Q: rotary table of the blocks. attend: the attention that training hands to the layer. context_shape: [G, T, C].
@@ -30,7 +32,9 @@ def audit_attention(layer: Layer, blocks: Blocks, table_Q, attend, *, bucket_nam
     sampled_R = _sample(blocks)
     inputs = _inputs(layer, blocks, context_shape)
     token_M = (sampled_R[:, None] * group + torch.arange(group, device=device)).flatten()
-    incoming_MD = torch.randn(token_M.numel(), inputs[0].shape[1], generator=torch.Generator(device).manual_seed(1), device=device)
+    incoming_MD = torch.randn(
+        token_M.numel(), inputs[0].shape[1], generator=torch.Generator(device).manual_seed(1), device=device
+    )
 
     x, k, v = (tensor.clone().requires_grad_() for tensor in inputs)
     out = layer(x, table_Q, (k, v), attend)
@@ -38,7 +42,9 @@ def audit_attention(layer: Layer, blocks: Blocks, table_Q, attend, *, bucket_nam
     dx, dk, dv = torch.autograd.grad(out, (x, k, v), gradient)
 
     x32, k32, v32 = (tensor.float().requires_grad_() for tensor in (inputs[0][token_M], inputs[1], inputs[2]))
-    out32 = _reference(layer, x32, (k32, v32), tuple(part[token_M].float() for part in table_Q), blocks.visibility, sampled_R, scale)
+    out32 = _reference(
+        layer, x32, (k32, v32), tuple(part[token_M].float() for part in table_Q), blocks.visibility, sampled_R, scale
+    )
     dx32, dk32, dv32 = torch.autograd.grad(out32, (x32, k32, v32), incoming_MD)
     pairs = {
         "output": (out[token_M].unflatten(0, (-1, group)), out32.unflatten(0, (-1, group))),
@@ -49,9 +55,14 @@ def audit_attention(layer: Layer, blocks: Blocks, table_Q, attend, *, bucket_nam
     for quantity, (got, expected) in pairs.items():
         error = _largest_relative(got, expected)
         if not error <= TOLERANCE:
-            raise CaptureError("bucket", bucket_name, expected=f"attention's {quantity} within {TOLERANCE:.0%} of a dense reference",
-                               got=f"{error:.0%}", cause="the compiled attention kernel is wrong on this card",
-                               fix="update torch and the driver, and report this with env.json")
+            raise CaptureError(
+                "bucket",
+                bucket_name,
+                expected=f"attention's {quantity} within {TOLERANCE:.0%} of a dense reference",
+                got=f"{error:.0%}",
+                cause="the compiled attention kernel is wrong on this card",
+                fix="update torch and the driver, and report this with env.json",
+            )
 
 
 def _sample(blocks: Blocks) -> Tensor:

@@ -172,8 +172,10 @@ class Engine:
             self._evaluate[bucket] = functools.partial(_replayed, evaluate)
             self.start_up.capture_s[bucket.name] = time.perf_counter() - begin
             self.start_up.pool_bytes[bucket.name] = torch.cuda.memory_reserved() - before
-            say(f"capture   bucket {bucket.name}: {self.start_up.capture_s[bucket.name]:.2f} s, "
-                f"pool {self.start_up.pool_bytes[bucket.name] / 2**20:,.0f} MiB")
+            say(
+                f"capture   bucket {bucket.name}: {self.start_up.capture_s[bucket.name]:.2f} s, "
+                f"pool {self.start_up.pool_bytes[bucket.name] / 2**20:,.0f} MiB"
+            )
         self._update = self._captured("update", self.step.update).replay
 
     def _captured(self, name: str, function) -> Graph:
@@ -184,8 +186,13 @@ class Engine:
             names = ", ".join(known.name for known in self.slots)
             size = getattr(bucket, "length", None)
             near = min(self.slots, key=lambda known: abs(known.length - size)).name if size is not None else names
-            raise ShapeError("bucket", bucket.name, expected=f"one of {names}", got=bucket.name,
-                             fix=f"plan again; the nearest bucket is {near}")
+            raise ShapeError(
+                "bucket",
+                bucket.name,
+                expected=f"one of {names}",
+                got=bucket.name,
+                fix=f"plan again; the nearest bucket is {near}",
+            )
         return self.slots[bucket]
 
 

@@ -87,10 +87,16 @@ def _capture_error(name: str, error: Exception) -> CaptureError:
         first = first.__context__
     text = (str(first).strip().splitlines() or [type(first).__name__])[0]
     if "out of memory" in text.lower():
-        cause, fix = "not enough GPU memory", "(1) plan a smaller largest bucket (shapes.row_length), (2) lower loss.chunk_tokens"
+        cause, fix = (
+            "not enough GPU memory",
+            "(1) plan a smaller largest bucket (shapes.row_length), (2) lower loss.chunk_tokens",
+        )
     else:
         cause = "something in the step reads a value on the host, synchronizes or copies from pageable memory"
-        fix = ("(1) look at the traceback above for .item(), .tolist(), bool(tensor), torch.cuda.synchronize(), "
-               "(2) run the same command with --eager, which needs no capture")
-    return CaptureError("capture", name, expected="a step that CUDA can record", got=f"{type(first).__name__}: {text}",
-                        cause=cause, fix=fix)
+        fix = (
+            "(1) look at the traceback above for .item(), .tolist(), bool(tensor), torch.cuda.synchronize(), "
+            "(2) run the same command with --eager, which needs no capture"
+        )
+    return CaptureError(
+        "capture", name, expected="a step that CUDA can record", got=f"{type(first).__name__}: {text}", cause=cause, fix=fix
+    )

@@ -42,7 +42,9 @@ class FixedCache:
 def masked_attention(q_HNC: Tensor, k_GSC: Tensor, v_GSC: Tensor, mask_NS: Tensor, scale: float) -> Tensor:
     """Dense attention of a few queries over fixed buffers: [H, N, C]."""
     gqa = q_HNC.shape[0] != k_GSC.shape[0]
-    return F.scaled_dot_product_attention(q_HNC[None], k_GSC[None], v_GSC[None], attn_mask=mask_NS, scale=scale, enable_gqa=gqa)[0]
+    return F.scaled_dot_product_attention(
+        q_HNC[None], k_GSC[None], v_GSC[None], attn_mask=mask_NS, scale=scale, enable_gqa=gqa
+    )[0]
 
 
 class FixedSteps:
@@ -86,7 +88,9 @@ class FixedSteps:
         logits, features = self.target.extend(token_ids, self.cache, last_only=True)
         new = self.drafter.context(features, torch.arange(len(prompt_ids), device=token_ids.device))
         if not self.context:
-            self.context = [tuple(part.new_zeros(part.shape[0], self.max_length, part.shape[2]) for part in pair) for pair in new]
+            self.context = [
+                tuple(part.new_zeros(part.shape[0], self.max_length, part.shape[2]) for part in pair) for pair in new
+            ]
             for buffers in (self.cache.keys, self.cache.values):  # what no step has written must still be finite
                 for buffer in buffers.values():
                     buffer[:, len(prompt_ids) :] = 0
@@ -132,7 +136,9 @@ class FixedSteps:
         key = torch.arange(self.max_length + self.block_size, device=self.length.device)
         mask_KS = ((key < self.length) | (key >= self.max_length)).expand(self.block_size, -1)
         hidden_KD = self.drafter(
-            self.target.embed(self.block_K), self.length + self.offset_K, self.context,
+            self.target.embed(self.block_K),
+            self.length + self.offset_K,
+            self.context,
             lambda q, k, v: masked_attention(q, k, v, mask_KS, self.drafter.scale),
         )
         self.block_K[1:] = (hidden_KD[1:] @ self.target.head_VD.T).argmax(dim=-1)

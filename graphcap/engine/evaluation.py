@@ -61,9 +61,14 @@ def fitting(documents: list[Document], buckets: tuple, *, count: int) -> list[Do
     longest = max(bucket.length for bucket in buckets)
     found = [document for document in documents if len(document.token_ids) <= longest][:count]
     if not found:
-        raise DataError("held-out documents", len(documents), expected=f"one of at most {longest} tokens", got="only longer ones",
-                        cause="the largest bucket is as long as the longest training document needs",
-                        fix="raise shapes.row_length, or give shorter held-out conversations")
+        raise DataError(
+            "held-out documents",
+            len(documents),
+            expected=f"one of at most {longest} tokens",
+            got="only longer ones",
+            cause="the largest bucket is as long as the longest training document needs",
+            fix="raise shapes.row_length, or give shorter held-out conversations",
+        )
     return found
 
 

@@ -61,7 +61,9 @@ def use_deterministic_math() -> dict[str, str]:
         torch.utils.deterministic.fill_uninitialized_memory = False
         dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, 256)
     return {
-        "CUBLAS_WORKSPACE_CONFIG": os.environ["CUBLAS_WORKSPACE_CONFIG"], "tf32": "off", "bf16_reduced_precision_reduction": "off",
+        "CUBLAS_WORKSPACE_CONFIG": os.environ["CUBLAS_WORKSPACE_CONFIG"],
+        "tf32": "off",
+        "bf16_reduced_precision_reduction": "off",
         "inductor": "deterministic" if torch.cuda.is_available() else "not used",
     }
 
@@ -94,8 +96,13 @@ class Door:
         with self._lock:
             running = sorted(set(self._running.values()))
             if running:
-                raise CaptureError("thread", running[0], expected="no compile under way when training begins", got="a compile still running",
-                                   fix="let that thread finish, or start it after training; graphcap compiles only before update 1")
+                raise CaptureError(
+                    "thread",
+                    running[0],
+                    expected="no compile under way when training begins",
+                    got="a compile still running",
+                    fix="let that thread finish, or start it after training; graphcap compiles only before update 1",
+                )
             self.shut = True
         dynamo_config.fail_on_recompile_limit_hit = True
         torch.compiler.set_stance("fail_on_recompile")
@@ -123,9 +130,14 @@ class Door:
                 self._running[thread.ident] = thread.name
                 return
             self.counts.refused += 1
-        raise CaptureError("compile", f"{arguments.compile_id} in thread {thread.name}", expected="no compile once training has begun",
-                           got="a new compile", cause="graphcap compiles everything before update 1",
-                           fix="compile it before training starts, or in another process")
+        raise CaptureError(
+            "compile",
+            f"{arguments.compile_id} in thread {thread.name}",
+            expected="no compile once training has begun",
+            got="a new compile",
+            cause="graphcap compiles everything before update 1",
+            fix="compile it before training starts, or in another process",
+        )
 
     def _compile_ends(self, arguments) -> None:
         with self._lock:
@@ -144,10 +156,14 @@ class Census:
         for name, address in self._addresses.items():
             tensor = tensors.get(name)
             if tensor is None or tensor.data_ptr() != address:
-                raise CaptureError("tensor", name, expected="the address it had when the graphs were captured",
-                                   got="nothing" if tensor is None else "another address",
-                                   cause="a captured graph keeps reading and writing the old one",
-                                   fix="copy into the tensor in place instead of replacing it")
+                raise CaptureError(
+                    "tensor",
+                    name,
+                    expected="the address it had when the graphs were captured",
+                    got="nothing" if tensor is None else "another address",
+                    cause="a captured graph keeps reading and writing the old one",
+                    fix="copy into the tensor in place instead of replacing it",
+                )
 
 
 def check_same_bits(bucket_name: str, eager: dict[str, Tensor], replayed: dict[str, Tensor]) -> None:
@@ -157,10 +173,14 @@ def check_same_bits(bucket_name: str, eager: dict[str, Tensor], replayed: dict[s
     """
     for name, tensor in eager.items():
         if not torch.equal(tensor, replayed[name]) and not _same_nans(tensor, replayed[name]):
-            raise CaptureError("bucket", bucket_name, expected=f"the same bits in '{name}' from replay and eager step",
-                               got=f"a largest difference of {(tensor.double() - replayed[name].double()).abs().max().item():.2e}",
-                               cause="the captured step computes something else",
-                               fix="run the same command with --eager, and report this with env.json")
+            raise CaptureError(
+                "bucket",
+                bucket_name,
+                expected=f"the same bits in '{name}' from replay and eager step",
+                got=f"a largest difference of {(tensor.double() - replayed[name].double()).abs().max().item():.2e}",
+                cause="the captured step computes something else",
+                fix="run the same command with --eager, and report this with env.json",
+            )
 
 
 def _same_nans(left: Tensor, right: Tensor) -> bool:

@@ -69,8 +69,11 @@ class FlatState:
     def tensors(self) -> dict[str, Tensor]:
         """Everything a resume needs, by name; the tensors themselves, not copies."""
         return {
-            "master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq,
-            "adam_step": self.adam_step, "counter": self.counter,
+            "master": self.master,
+            "exp_avg": self.exp_avg,
+            "exp_avg_sq": self.exp_avg_sq,
+            "adam_step": self.adam_step,
+            "counter": self.counter,
         }
 
     def load(self, tensors: dict[str, Tensor]) -> None:
@@ -136,7 +139,22 @@ def _adamw(state: FlatState, hyper: Hyper, *, rate: Tensor, grad_scale: Tensor, 
     from torch.optim.adamw import adamw
 
     adamw(
-        [state.master], [state.gradients], [state.exp_avg], [state.exp_avg_sq], [], [state.adam_step],
-        foreach=False, fused=True, capturable=True, amsgrad=False, maximize=False, lr=rate, beta1=hyper.beta1,
-        beta2=hyper.beta2, weight_decay=hyper.weight_decay, eps=hyper.eps, grad_scale=grad_scale, found_inf=found_inf,
+        [state.master],
+        [state.gradients],
+        [state.exp_avg],
+        [state.exp_avg_sq],
+        [],
+        [state.adam_step],
+        foreach=False,
+        fused=True,
+        capturable=True,
+        amsgrad=False,
+        maximize=False,
+        lr=rate,
+        beta1=hyper.beta1,
+        beta2=hyper.beta2,
+        weight_decay=hyper.weight_decay,
+        eps=hyper.eps,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
     )

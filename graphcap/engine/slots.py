@@ -84,8 +84,13 @@ class Slot:
     def _check(self, arrays: dict[str, np.ndarray]) -> None:
         unknown = set(arrays) - set(self._parts)
         if unknown:
-            raise ShapeError("buffer", min(unknown), expected=f"one of {', '.join(self._parts)} ({self.name})", got="an unknown name",
-                             fix="pass exactly the slot's buffers")
+            raise ShapeError(
+                "buffer",
+                min(unknown),
+                expected=f"one of {', '.join(self._parts)} ({self.name})",
+                got="an unknown name",
+                fix="pass exactly the slot's buffers",
+            )
         for buffer in self.buffers:
             array, name = arrays.get(buffer.name), str(buffer.dtype).removeprefix("torch.")
             expected = f"{name}{[f'0…{buffer.length}', *buffer.trailing]} ({self.name})".replace("'", "")
@@ -93,8 +98,13 @@ class Slot:
                 raise ShapeError("buffer", buffer.name, expected=expected, got="nothing", fix="pass every buffer of the slot")
             fits = array.ndim == 1 + len(buffer.trailing) and array.shape[1:] == buffer.trailing and len(array) <= buffer.length
             if str(array.dtype) != name or not fits:
-                raise ShapeError("buffer", buffer.name, expected=expected, got=f"{array.dtype}{list(array.shape)}",
-                                 fix="plan the row for a larger bucket, or convert the array")
+                raise ShapeError(
+                    "buffer",
+                    buffer.name,
+                    expected=expected,
+                    got=f"{array.dtype}{list(array.shape)}",
+                    fix="plan the row for a larger bucket, or convert the array",
+                )
 
 
 class Staging:

@@ -93,9 +93,17 @@ class DrafterStep:
         applied = apply_update(state, weight_sum, self.hyper)
         means = statistics[3:] / num_blocks.clamp(min=1)
         loss = statistics[0] / weight_sum
-        metrics = torch.stack((
-            loss, means[0] + 1, applied["learning_rate"], applied["grad_norm"], applied["empty"], applied["skipped"], num_blocks,
-        ))
+        metrics = torch.stack(
+            (
+                loss,
+                means[0] + 1,
+                applied["learning_rate"],
+                applied["grad_norm"],
+                applied["empty"],
+                applied["skipped"],
+                num_blocks,
+            )
+        )
         self.ring.index_copy_(0, row, torch.cat((metrics, means[1:]))[None])
 
     def audit(self, bucket, slot: Slot) -> None:
@@ -108,15 +116,23 @@ class DrafterStep:
         mask = self.attention.mask(blocks.visibility, blocks.token_ids_Q.numel())
         attention, scale = self.attention, self.drafter.scale
         audit_attention(
-            self.drafter.layers[0], blocks, self.drafter.table(blocks.position_Q, self.target.head_VD.dtype),
-            lambda q, k, v: attention(q, k, v, mask, scale), bucket_name=bucket.name,
-            context_shape=(config.num_kv_heads, bucket.length, config.head_dim), scale=scale,
+            self.drafter.layers[0],
+            blocks,
+            self.drafter.table(blocks.position_Q, self.target.head_VD.dtype),
+            lambda q, k, v: attention(q, k, v, mask, scale),
+            bucket_name=bucket.name,
+            context_shape=(config.num_kv_heads, bucket.length, config.head_dim),
+            scale=scale,
         )
 
     def _blocks(self, slot: Slot) -> Blocks:
         return make_blocks(
-            slot["token_ids"], slot["position"], slot["supervised"], slot["anchors"],
-            decay_J=self.decay_J, mask_token_id=self.drafter.config.mask_token_id,
+            slot["token_ids"],
+            slot["position"],
+            slot["supervised"],
+            slot["anchors"],
+            decay_J=self.decay_J,
+            mask_token_id=self.drafter.config.mask_token_id,
         )
 
     def _forward(self, slot: Slot) -> tuple[Blocks, Tensor, Tensor]:
@@ -131,13 +147,16 @@ class DrafterStep:
         hidden_QD = self.drafter(embeddings_QD, blocks.position_Q, context, lambda q, k, v: attention(q, k, v, mask, scale))
         hidden_NKD = hidden_QD.unflatten(0, (-1, self.block_size))
         loss_sum, correct_M = head_loss(
-            hidden_NKD[:, 1:].flatten(0, 1), self.target.head_VD, blocks.label_NJ.flatten(), blocks.weight_NJ.flatten(),
+            hidden_NKD[:, 1:].flatten(0, 1),
+            self.target.head_VD,
+            blocks.label_NJ.flatten(),
+            blocks.weight_NJ.flatten(),
             chunk_tokens=self.chunk_tokens,
         )
         return blocks, loss_sum, correct_M.view_as(blocks.label_NJ) & (blocks.weight_NJ > 0)
 
     def _statistics(self, blocks: Blocks, loss_sum: Tensor, correct_NJ: Tensor) -> Tensor:
-        """loss sum, weight sum, blocks with a label, sum of leading matches, right predictions of each slot: float32 [4 + J]."""
+        """float32 [4 + J]: loss sum, weight sum, labelled blocks, sum of leading matches, right predictions of each slot."""
         num_blocks = (blocks.weight_NJ[:, 0] > 0).sum()
         head = torch.stack((loss_sum, blocks.weight_NJ.sum(), num_blocks.float(), leading_matches(correct_NJ).sum().float()))
         return torch.cat((head, correct_NJ.float().sum(0)))

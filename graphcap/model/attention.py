@@ -103,7 +103,10 @@ def block_mask(visibility: Visibility, num_queries: int):
     assert num_queries % TILE == 0 and visibility.num_context % TILE == 0, f"{num_queries} queries, {num_keys} keys"
     some, full = tiles(visibility, num_queries)
     return BlockMask.from_kv_blocks(
-        *_ordered(some & ~full), *_ordered(full), BLOCK_SIZE=TILE, mask_mod=visibility.predicate(),
+        *_ordered(some & ~full),
+        *_ordered(full),
+        BLOCK_SIZE=TILE,
+        mask_mod=visibility.predicate(),
         seq_lengths=(num_queries, num_keys),
     )
 

@@ -41,7 +41,9 @@ class DrafterCache:
         position_S = torch.arange(start, end, device=features_SF.device)
         new = drafter.context(features_SF, position_S)
         if not self.layers:
-            self.layers = [tuple(part.new_empty(part.shape[0], self.max_length, part.shape[2]) for part in pair) for pair in new]
+            self.layers = [
+                tuple(part.new_empty(part.shape[0], self.max_length, part.shape[2]) for part in pair) for pair in new
+            ]
         for kept, added in zip(self.layers, new, strict=True):
             kept[0][:, start:end] = added[0]
             kept[1][:, start:end] = added[1]
@@ -60,9 +62,9 @@ def draft(drafter: Drafter, target: Target, cache: DrafterCache, token_id: int) 
 
     def attend(q, k, v):  # every query of the block sees the whole context and the whole block
         gqa = q.shape[0] != k.shape[0]
-        return torch.nn.functional.scaled_dot_product_attention(
-            q[None], k[None], v[None], scale=drafter.scale, enable_gqa=gqa
-        )[0]
+        return torch.nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], scale=drafter.scale, enable_gqa=gqa)[
+            0
+        ]
 
     hidden_KD = drafter(target.embed(token_ids_K), position_K, cache.context(), attend)
     return (hidden_KD[1:] @ target.head_VD.T).argmax(dim=-1)

@@ -40,18 +40,34 @@ class DrafterConfig:
         ids, num_layers = self.target_layer_ids, self.num_target_layers
         if not ids or list(ids) != sorted(set(ids)) or ids[0] < 0 or ids[-1] >= num_layers:
             raise ConfigError(
-                "drafter key", "target_layer_ids", expected=f"rising layer numbers from 0 to {num_layers - 1}, none twice",
-                got=str(list(ids)), cause="id i means the output of decoder layer i of the target, counted from 0",
-                fix="list each tapped layer once, for example " + ",".join(map(str, tapped_layers(num_layers, min(5, num_layers)))),
+                "drafter key",
+                "target_layer_ids",
+                expected=f"rising layer numbers from 0 to {num_layers - 1}, none twice",
+                got=str(list(ids)),
+                cause="id i means the output of decoder layer i of the target, counted from 0",
+                fix="list each tapped layer once, for example "
+                + ",".join(map(str, tapped_layers(num_layers, min(5, num_layers)))),
             )
         if not 0 <= self.mask_token_id < self.vocab_size:
-            raise ConfigError("drafter key", "mask_token_id", expected=f"a row of the target's embedding, 0 to {self.vocab_size - 1}",
-                              got=str(self.mask_token_id), fix="name an unused token with drafter.mask_token")
+            raise ConfigError(
+                "drafter key",
+                "mask_token_id",
+                expected=f"a row of the target's embedding, 0 to {self.vocab_size - 1}",
+                got=str(self.mask_token_id),
+                fix="name an unused token with drafter.mask_token",
+            )
         if self.num_heads % self.num_kv_heads:
-            raise ConfigError("drafter key", "num_kv_heads", expected=f"a divisor of num_heads ({self.num_heads})",
-                              got=str(self.num_kv_heads), fix="set drafter.num_heads and drafter.num_kv_heads")
+            raise ConfigError(
+                "drafter key",
+                "num_kv_heads",
+                expected=f"a divisor of num_heads ({self.num_heads})",
+                got=str(self.num_kv_heads),
+                fix="set drafter.num_heads and drafter.num_kv_heads",
+            )
         if self.head_dim % 2:
-            raise ConfigError("drafter key", "head_dim", expected="an even number", got=str(self.head_dim), fix="set drafter.head_dim")
+            raise ConfigError(
+                "drafter key", "head_dim", expected="an even number", got=str(self.head_dim), fix="set drafter.head_dim"
+            )
 
     def to_dict(self) -> dict:
         return {**asdict(self), "target_layer_ids": list(self.target_layer_ids)}
@@ -70,8 +86,13 @@ def tapped_layers(num_target_layers: int, num_tapped: int) -> list[int]:
         if num_tapped <= num_target_layers:  # too shallow to leave both ends out; z-lab's loop norms the last layer's output
             last = min(num_target_layers, max(num_tapped, num_target_layers - 1))
             return list(range(last - num_tapped, last))
-        raise ConfigError("recipe key", "drafter.num_tapped_layers", expected=f"at most the target's {num_target_layers} layers",
-                          got=str(num_tapped), fix="set drafter.num_tapped_layers or drafter.target_layer_ids")
+        raise ConfigError(
+            "recipe key",
+            "drafter.num_tapped_layers",
+            expected=f"at most the target's {num_target_layers} layers",
+            got=str(num_tapped),
+            fix="set drafter.num_tapped_layers or drafter.target_layer_ids",
+        )
     return ids
 
 

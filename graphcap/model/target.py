@@ -27,8 +27,9 @@ MASK_NAMES = ("<|mask|>", "<|MASK|>", "<mask>", "[MASK]")
 def device_and_dtype(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
     """The torch device and dtype of `run.device` and `target.dtype`. Raises: ConfigError if cuda is asked for and absent."""
     if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("recipe key", "run.device", expected="a usable CUDA GPU", got="none",
-                          fix="set run.device=cpu, or mend the driver")
+        raise ConfigError(
+            "recipe key", "run.device", expected="a usable CUDA GPU", got="none", fix="set run.device=cpu, or mend the driver"
+        )
     kind = "cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu")
     if dtype == "auto":
         dtype = "bfloat16" if kind == "cuda" else "float32"
@@ -64,22 +65,43 @@ def load_tokenizer(path: str, *, revision: str, trust_remote_code: bool):
 def _no_target(path: str, error: Exception) -> ConfigError:
     first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     kind = "a folder without it" if Path(path).is_dir() else "neither a folder nor a cached Hub name"
-    return ConfigError("recipe key", "target.path", expected="a causal language model of transformers with its tokenizer",
-                       got=f"'{path}' ({kind})", cause=first_line.rstrip("."), fix="give the path of the target's folder")
+    return ConfigError(
+        "recipe key",
+        "target.path",
+        expected="a causal language model of transformers with its tokenizer",
+        got=f"'{path}' ({kind})",
+        cause=first_line.rstrip("."),
+        fix="give the path of the target's folder",
+    )
 
 
 def _attend(module, query, key, value, attention_mask, *, scaling=None, sliding_window=None, attend=None, **other):
     """The attention function registered with transformers. query: [1, H, S, C]; returns [1, S, H, C]."""
     for name, what in REFUSED.items():
         if other.get(name) is not None:
-            raise ConfigError("target", type(module).__name__, expected="plain softmax attention", got=f"{name} on its {what}",
-                              fix="use a target without it; graphcap's attention cannot reproduce it")
+            raise ConfigError(
+                "target",
+                type(module).__name__,
+                expected="plain softmax attention",
+                got=f"{name} on its {what}",
+                fix="use a target without it; graphcap's attention cannot reproduce it",
+            )
     if other.get("s_aux") is not None:
-        raise ConfigError("target", type(module).__name__, expected="plain softmax attention", got="attention sinks",
-                          fix="use a target without them")
+        raise ConfigError(
+            "target",
+            type(module).__name__,
+            expected="plain softmax attention",
+            got="attention sinks",
+            fix="use a target without them",
+        )
     if attend is None:
-        raise ConfigError("target", type(module).__name__, expected="a forward that passes keyword arguments to its attention",
-                          got="a forward that drops them", fix="use a dense causal language model such as Llama, Qwen3 or Gemma 3")
+        raise ConfigError(
+            "target",
+            type(module).__name__,
+            expected="a forward that passes keyword arguments to its attention",
+            got="a forward that drops them",
+            fix="use a dense causal language model such as Llama, Qwen3 or Gemma 3",
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out_HSC = attend(module.layer_idx, query[0], key[0], value[0], scale, sliding_window)
     return out_HSC.transpose(0, 1)[None], None
@@ -147,8 +169,13 @@ class Target:
         model.set_attn_implementation(ATTENTION)
         for name, what in REFUSED.items():
             if getattr(model.config.get_text_config(), name, None) is not None:
-                raise ConfigError("target", model.config.model_type, expected=f"plain {what}", got=f"{name} in its config",
-                                  fix="use a target without it; the drafter's loss would be on other numbers than serving")
+                raise ConfigError(
+                    "target",
+                    model.config.model_type,
+                    expected=f"plain {what}",
+                    got=f"{name} in its config",
+                    fix="use a target without it; the drafter's loss would be on other numbers than serving",
+                )
         self.model = model
         self.target_layer_ids = tuple(target_layer_ids)
         decoder = model.get_decoder()
@@ -180,7 +207,9 @@ class Target:
         self._sink_SF = out_TF
         try:
             self._body(
-                input_ids=token_ids_T.long()[None], position_ids=position_T.long()[None], use_cache=False,
+                input_ids=token_ids_T.long()[None],
+                position_ids=position_T.long()[None],
+                use_cache=False,
                 attend=RowAttention(position_T, self.attention),
             )
         finally:
@@ -197,7 +226,10 @@ class Target:
         self._sink_SF = self.head_VD.new_empty(token_ids_S.numel(), self.num_features)
         try:
             out = self.model(
-                input_ids=token_ids_S[None], position_ids=position_S[None], use_cache=False, attend=cache,
+                input_ids=token_ids_S[None],
+                position_ids=position_S[None],
+                use_cache=False,
+                attend=cache,
                 logits_to_keep=1 if last_only else 0,
             )
             return out.logits[0].float(), self._sink_SF
@@ -231,8 +263,13 @@ def find_mask_token(tokenizer, num_embeddings: int, *, name: str) -> tuple[int, 
     vocabulary = tokenizer.get_vocab()
     if name:
         if name not in vocabulary or vocabulary[name] >= num_embeddings:
-            raise ConfigError("recipe key", "drafter.mask_token", expected="a token of the target's tokenizer and embedding",
-                              got=f"'{name}'", fix="name an unused special token, or leave the key out")
+            raise ConfigError(
+                "recipe key",
+                "drafter.mask_token",
+                expected="a token of the target's tokenizer and embedding",
+                got=f"'{name}'",
+                fix="name an unused special token, or leave the key out",
+            )
         return vocabulary[name], name
     candidates = [tokenizer.mask_token, *MASK_NAMES]
     candidates += sorted((token for token in vocabulary if "reserved" in token.lower()), key=vocabulary.get)
@@ -241,5 +278,11 @@ def find_mask_token(tokenizer, num_embeddings: int, *, name: str) -> tuple[int, 
             return vocabulary[token], token
     if max(vocabulary.values()) + 1 < num_embeddings:
         return max(vocabulary.values()) + 1, "a row of the embedding that no token has"
-    raise ConfigError("recipe key", "drafter.mask_token", expected="the name of a token that no text contains", got="nothing",
-                      cause="the target's tokenizer shows no unused row", fix="write drafter.mask_token = \"<token>\"")
+    raise ConfigError(
+        "recipe key",
+        "drafter.mask_token",
+        expected="the name of a token that no text contains",
+        got="nothing",
+        cause="the target's tokenizer shows no unused row",
+        fix='write drafter.mask_token = "<token>"',
+    )

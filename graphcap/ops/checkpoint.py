@@ -32,8 +32,13 @@ HEADER_BYTES_PER_TENSOR = 512  # a safetensors header names dtype, shape and off
 
 
 def save(
-    folder: Path, update: int, *, tensors: dict[str, dict[str, "torch.Tensor"]], documents: dict[str, dict],
-    score: float | None, keep: int,
+    folder: Path,
+    update: int,
+    *,
+    tensors: dict[str, dict[str, "torch.Tensor"]],
+    documents: dict[str, dict],
+    score: float | None,
+    keep: int,
 ) -> Path:
     """Write checkpoint `update` into `folder` and delete those no longer kept: the `keep` newest and the best stay.
 
@@ -63,7 +68,10 @@ def save(
         _prune(folder, keep=keep, just_saved=final)
     except OSError as error:
         raise CheckpointError(
-            "checkpoint", final, expected=f"room for {size_bytes:,} bytes, written and synced", got=str(error),
+            "checkpoint",
+            final,
+            expected=f"room for {size_bytes:,} bytes, written and synced",
+            got=str(error),
             cause=f"{_free_bytes(folder):,} bytes are free in {folder}; older checkpoints are intact",
             fix="free space or mend the folder's rights, then give the same command again",
         ) from error
@@ -129,8 +137,13 @@ def check_room(folder: Path, needed_bytes: int) -> None:
     """Raise CheckpointError, naming both, where the disk of `folder` (there or not yet) has not needed_bytes free."""
     free_bytes = _free_bytes(folder)
     if free_bytes < needed_bytes:
-        raise CheckpointError("folder", folder, expected=f"{needed_bytes:,} bytes free", got=f"{free_bytes:,} bytes",
-                              fix="free space, lower checkpoint.keep, or write to another disk with run.out=FOLDER")
+        raise CheckpointError(
+            "folder",
+            folder,
+            expected=f"{needed_bytes:,} bytes free",
+            got=f"{free_bytes:,} bytes",
+            fix="free space, lower checkpoint.keep, or write to another disk with run.out=FOLDER",
+        )
 
 
 def finite(value):
@@ -229,7 +242,7 @@ def _prune(folder: Path, *, keep: int, just_saved: Path) -> None:
     # Complete by manifest and sizes: to read every byte of all checkpoints would cost more than the save.
     listed = [path for _, path in _listed(folder)]
     complete = [path for path in listed if not _inspect(path, hashes=False)[1]]
-    older = listed[listed.index(just_saved) + 1:]
+    older = listed[listed.index(just_saved) + 1 :]
     for path in {*complete[keep:], *older} - {*complete[:keep], *_by_score(folder)[:1], just_saved}:
         _delete(path)
 
@@ -325,8 +338,13 @@ def _checked_file(path: Path, name: str) -> Path:
 
 
 def _incomplete(path: Path, why: str) -> CheckpointError:
-    return CheckpointError("checkpoint", path, expected="a complete checkpoint", got=why,
-                           fix=f"use another one of {path.parent}, or copy this one again from where it came")
+    return CheckpointError(
+        "checkpoint",
+        path,
+        expected="a complete checkpoint",
+        got=why,
+        fix=f"use another one of {path.parent}, or copy this one again from where it came",
+    )
 
 
 def _sha256(path: Path) -> str:

@@ -67,8 +67,13 @@ def read_config(folder: Path) -> DrafterConfig:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError("drafter folder", folder, expected=f"a readable {CONFIG}", got=f"{type(error).__name__}: {error}",
-                              fix="give a run of graphcap or a folder in z-lab's format") from error
+        raise CheckpointError(
+            "drafter folder",
+            folder,
+            expected=f"a readable {CONFIG}",
+            got=f"{type(error).__name__}: {error}",
+            fix="give a run of graphcap or a folder in z-lab's format",
+        ) from error
     own = document.get("dflash_config") or {}
     sizes = {own.get("block_size"), document.get("block_size")} - {None}
     if len(sizes) != 1:
@@ -76,8 +81,14 @@ def read_config(folder: Path) -> DrafterConfig:
         raise CheckpointError("drafter folder", folder, expected="one block_size", got=got, fix=f"mend block_size in {CONFIG}")
     for key in ("target_layer_ids", "mask_token_id"):
         if own.get(key) is None:
-            raise CheckpointError("drafter folder", folder, expected=f"dflash_config.{key} in {CONFIG}", got="nothing",
-                                  cause="guessing it would lower acceptance in silence", fix="take it from whoever trained the drafter")
+            raise CheckpointError(
+                "drafter folder",
+                folder,
+                expected=f"dflash_config.{key} in {CONFIG}",
+                got="nothing",
+                cause="guessing it would lower acceptance in silence",
+                fix="take it from whoever trained the drafter",
+            )
     _refuse_what_we_cannot_compute(folder, document)
     return _config_of(folder, document, own, sizes.pop())
 
@@ -98,8 +109,14 @@ def _refuse_what_we_cannot_compute(folder: Path, document: dict) -> None:
     wrong = [name for name, value in found.items() if value]
     if wrong:
         values = ", ".join(f"{name} = {document.get(name, rope.get(name))}" for name in wrong)
-        raise CheckpointError("drafter folder", folder, expected="full attention, no bias, SwiGLU and plain rotary positions",
-                              got=values, cause="this drafter computes something else", fix="use a drafter without it")
+        raise CheckpointError(
+            "drafter folder",
+            folder,
+            expected="full attention, no bias, SwiGLU and plain rotary positions",
+            got=values,
+            cause="this drafter computes something else",
+            fix="use a drafter without it",
+        )
 
 
 def _config_of(folder: Path, document: dict, own: dict, block_size: int) -> DrafterConfig:
@@ -108,20 +125,38 @@ def _config_of(folder: Path, document: dict, own: dict, block_size: int) -> Draf
         if theta is None:
             raise KeyError("rope_theta")
         return DrafterConfig(
-            hidden_size=document["hidden_size"], num_layers=document["num_hidden_layers"],
-            num_heads=document["num_attention_heads"], num_kv_heads=document["num_key_value_heads"],
-            head_dim=document["head_dim"], intermediate_size=document["intermediate_size"],
-            vocab_size=document["vocab_size"], rms_norm_eps=document["rms_norm_eps"], rope_theta=float(theta),
-            max_position_embeddings=document["max_position_embeddings"], block_size=block_size,
-            mask_token_id=own["mask_token_id"], target_layer_ids=tuple(own["target_layer_ids"]),
+            hidden_size=document["hidden_size"],
+            num_layers=document["num_hidden_layers"],
+            num_heads=document["num_attention_heads"],
+            num_kv_heads=document["num_key_value_heads"],
+            head_dim=document["head_dim"],
+            intermediate_size=document["intermediate_size"],
+            vocab_size=document["vocab_size"],
+            rms_norm_eps=document["rms_norm_eps"],
+            rope_theta=float(theta),
+            max_position_embeddings=document["max_position_embeddings"],
+            block_size=block_size,
+            mask_token_id=own["mask_token_id"],
+            target_layer_ids=tuple(own["target_layer_ids"]),
             num_target_layers=document["num_target_layers"],
         )
     except ConfigError as error:
-        raise CheckpointError("drafter folder", folder, expected=error.expected, got=f"{error.name} {error.got}", cause=error.cause,
-                              fix=f"mend {CONFIG}") from error
+        raise CheckpointError(
+            "drafter folder",
+            folder,
+            expected=error.expected,
+            got=f"{error.name} {error.got}",
+            cause=error.cause,
+            fix=f"mend {CONFIG}",
+        ) from error
     except (KeyError, TypeError) as error:
-        raise CheckpointError("drafter folder", folder, expected=f"every size in {CONFIG}", got=f"{error} missing",
-                              fix="take config.json from whoever trained the drafter") from error
+        raise CheckpointError(
+            "drafter folder",
+            folder,
+            expected=f"every size in {CONFIG}",
+            got=f"{error} missing",
+            fix="take config.json from whoever trained the drafter",
+        ) from error
 
 
 def read_drafter(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Drafter:
@@ -132,23 +167,39 @@ def read_drafter(folder: Path, *, dtype: torch.dtype, device: torch.device) -> D
     config = read_config(folder)
     path = Path(folder) / WEIGHTS
     if not path.is_file():
-        raise CheckpointError("drafter folder", folder, expected=WEIGHTS, got="no such file",
-                              fix="give a folder with safetensors; pickled weights are refused, convert them first")
+        raise CheckpointError(
+            "drafter folder",
+            folder,
+            expected=WEIGHTS,
+            got="no such file",
+            fix="give a folder with safetensors; pickled weights are refused, convert them first",
+        )
     try:
         tensors = load_file(path)
     except (SafetensorError, OSError) as error:
-        raise CheckpointError("drafter folder", folder, expected=f"a whole {WEIGHTS}", got=str(error),
-                              fix="copy it again, or use another checkpoint") from error
+        raise CheckpointError(
+            "drafter folder",
+            folder,
+            expected=f"a whole {WEIGHTS}",
+            got=str(error),
+            fix="copy it again, or use another checkpoint",
+        ) from error
     drafter = Drafter(config)
     expected = drafter.state_dict()
     wrong = [f"{name} missing" for name in expected if name not in tensors]
     wrong += [f"{name} unexpected" for name in tensors if name not in expected]
     wrong += [
         f"{name} {list(tensors[name].shape)} instead of {list(tensor.shape)}"
-        for name, tensor in expected.items() if name in tensors and tensors[name].shape != tensor.shape
+        for name, tensor in expected.items()
+        if name in tensors and tensors[name].shape != tensor.shape
     ]
     if wrong:
-        raise CheckpointError("drafter folder", folder, expected=f"the {len(expected)} tensors of its config", got="; ".join(wrong[:6]),
-                              fix="check that config.json and model.safetensors belong together")
+        raise CheckpointError(
+            "drafter folder",
+            folder,
+            expected=f"the {len(expected)} tensors of its config",
+            got="; ".join(wrong[:6]),
+            fix="check that config.json and model.safetensors belong together",
+        )
     drafter.load_state_dict(tensors)
     return drafter.to(device=device, dtype=dtype).requires_grad_(False)

@@ -73,8 +73,13 @@ def read_metrics(path: Path) -> list[dict]:
     for number, line in enumerate(_whole_lines(Path(path).read_bytes()), start=1):
         record = _record(line)
         if record is None:
-            raise DataError("line", f"{path}:{number}", expected="a record with its update", got=repr(line[:60])[1:],
-                            fix="delete the line, or continue the run, which does that")
+            raise DataError(
+                "line",
+                f"{path}:{number}",
+                expected="a record with its update",
+                got=repr(line[:60])[1:],
+                fix="delete the line, or continue the run, which does that",
+            )
         records.append(record)
     return records
 
@@ -112,7 +117,7 @@ class MetricsLog:
         assert type(record.get("update")) is int, f"a record needs its update, a whole number: {record}"
         data = memoryview((json.dumps(finite(record), allow_nan=False) + "\n").encode())
         while data:
-            data = data[self._file.write(data):]
+            data = data[self._file.write(data) :]
 
     def sync(self) -> None:
         """Return once the disk has what was appended."""

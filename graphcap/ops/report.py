@@ -23,8 +23,11 @@ def acceptance(committed: list[list[int]]) -> dict[str, float]:
     draws = np.random.default_rng(0).integers(0, len(visits), (BOOTSTRAP_DRAWS, len(visits)))
     low, high = np.quantile(tokens[draws].sum(1) / visits[draws].sum(1), [0.025, 0.975])
     return {
-        "tau": float(tokens.sum() / visits.sum()), "low": float(low), "high": float(high),
-        "mean": float((tokens / visits).mean()), "verifications": int(visits.sum()),
+        "tau": float(tokens.sum() / visits.sum()),
+        "low": float(low),
+        "high": float(high),
+        "mean": float((tokens / visits).mean()),
+        "verifications": int(visits.sum()),
     }
 
 
@@ -45,10 +48,20 @@ def distinct_4grams(replies: list[list[int]]) -> float:
 
 def table(result: dict) -> str:
     """The final table of a run or of `graphcap eval`, as text."""
-    conditions = (f"{result['prompts']} held-out prompts · temperature 0 · at most {result['max_new_tokens']} new tokens · "
-                  f"{result['dtype']} on {result['device']}")
-    lines = [conditions, "", f"{'acceptance length τ (tokens a verification)':<46}{'pooled':>8}{'95 % interval':>18}{'mean of means':>16}"]
-    for name, label in (("before", "drafter before training"), ("after", "drafter after training"), ("prompt_lookup", "prompt lookup, no model")):
+    conditions = (
+        f"{result['prompts']} held-out prompts · temperature 0 · at most {result['max_new_tokens']} new tokens · "
+        f"{result['dtype']} on {result['device']}"
+    )
+    lines = [
+        conditions,
+        "",
+        f"{'acceptance length τ (tokens a verification)':<46}{'pooled':>8}{'95 % interval':>18}{'mean of means':>16}",
+    ]
+    for name, label in (
+        ("before", "drafter before training"),
+        ("after", "drafter after training"),
+        ("prompt_lookup", "prompt lookup, no model"),
+    ):
         if name in result:
             row = result[name]
             interval = f"{row['low']:.2f} … {row['high']:.2f}"
@@ -60,9 +73,13 @@ def table(result: dict) -> str:
     plain, drafted = result["plain_s_per_token"], result["speculative_s_per_token"]
     lines += [
         f"seconds per token, plain                        {plain:.5f}",
-        f"seconds per token, with the drafter             {drafted:.5f}  = {drafted / plain:.2f} × plain (median of {result['passes']} passes)",
+        f"seconds per token, with the drafter             {drafted:.5f}  = {drafted / plain:.2f} × plain "
+        f"(median of {result['passes']} passes)",
         f"distinct 4-grams of the replies                 {result['distinct_4grams']:.2f}",
-        "", "what limits them", *_limits(result), "",
+        "",
+        "what limits them",
+        *_limits(result),
+        "",
         f"weights, ready to export   {result['weights']}",
     ]
     if result.get("checkpoint"):
@@ -81,10 +98,12 @@ def _equality(result: dict) -> str:
 
 def _limits(result: dict) -> list[str]:
     """One line for τ and one for speed, from what the decode measured."""
-    kept = result["survival"]
-    shares = " ".join(f"{share:.2f}" for share in kept)
+    kept, tau = [1.0, *result["survival"]], result["after"]["tau"]
+    losses = [before - after for before, after in zip(kept, kept[1:], strict=False)]
+    worst = losses.index(max(losses)) + 1
+    shares = " ".join(f"{share:.2f}" for share in kept[1:])
     verify, drafting = result["verify_cost"], result["draft_cost"]
     return [
-        f"  τ: share of verifications that keep the first k drafts, k = 1 … {len(kept)}: {shares}",
-        f"  speed: verifying a block takes {verify:.2f} plain steps and drafting it {drafting:.2f}, for {result['after']['tau']:.2f} tokens",
+        f"  τ: the drafter; {shares} of verifications keep 1 … {len(kept) - 1} drafts, most end at draft {worst}",
+        f"  speed: a verification takes {verify:.2f} plain steps and its draft {drafting:.2f}, for {tau:.2f} tokens",
     ]

@@ -28,8 +28,13 @@ def finished_result(recipe: Recipe) -> dict | None:
             if document["schedule"] == schedule_keys(recipe):
                 return document
     elif folder.exists() and any(folder.iterdir()):
-        raise ConfigError("run's folder", folder, expected="a run of graphcap or nothing", got="a folder with other files",
-                          fix="choose another run.name or run.out")
+        raise ConfigError(
+            "run's folder",
+            folder,
+            expected="a run of graphcap or nothing",
+            got="a folder with other files",
+            fix="choose another run.name or run.out",
+        )
     return None
 
 

@@ -59,9 +59,7 @@ class Forward:
     def losses(self, features: torch.Tensor) -> torch.Tensor:
         """Loss of each anchor slot's block, [N]."""
         parts = zip(self.outputs(features)[:, 1:], self.blocks.label_NJ, self.blocks.weight_NJ)
-        return torch.stack(
-            [head_loss(h, self.target.head_VD, label, weight, chunk_tokens=64)[0] for h, label, weight in parts]
-        )
+        return torch.stack([head_loss(h, self.target.head_VD, label, weight, chunk_tokens=64)[0] for h, label, weight in parts])
 
 
 @pytest.fixture
@@ -72,9 +70,7 @@ def packed():
     row["supervised"][55:] = 1
     row["anchors"] = np.array([0, 5, 30, 58, 59, 61, 62, 80, 100, 126], np.int32)
     changed = row | {"token_ids": row["token_ids"].copy()}
-    changed["token_ids"][:61] = (
-        changed["token_ids"][:61] + np.random.default_rng(seed).integers(1, MASK_ID, 61)
-    ) % MASK_ID
+    changed["token_ids"][:61] = (changed["token_ids"][:61] + np.random.default_rng(seed).integers(1, MASK_ID, 61)) % MASK_ID
     return seed, row, changed
 
 
@@ -203,9 +199,7 @@ def test_case_5_lists_of_layers_that_mean_nothing_are_refused(ids):
 def test_case_5_the_exported_config_holds_the_list_and_says_its_convention(tmp_path):
     config = drafter_config(target_layer_ids=(0, 2))
     document = config_document(config, torch.bfloat16)
-    assert document["dflash_config"]["target_layer_ids"] == [0, 2] and "0-based" in json.dumps(
-        document["dflash_config"]
-    )
+    assert document["dflash_config"]["target_layer_ids"] == [0, 2] and "0-based" in json.dumps(document["dflash_config"])
     (tmp_path / "config.json").write_text(json.dumps(document))
     assert read_config(tmp_path) == config
 

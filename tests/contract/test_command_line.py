@@ -18,7 +18,11 @@ TINY = str(ROOT / "runs" / "tiny.toml")
 
 def command(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "graphcap", *arguments], cwd=cwd, capture_output=True, text=True, timeout=120,
+        [sys.executable, "-m", "graphcap", *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
         env={**__import__("os").environ, "PYTHONPATH": str(ROOT)},
     )
 
@@ -49,23 +53,28 @@ def test_help_of_a_recipe_prints_every_key_with_type_default_and_a_line(capsys):
     shown = capsys.readouterr().out
     for section in dataclasses.fields(config.Recipe):
         for field in dataclasses.fields(section.type):
-            assert re.search(rf"\n  {section.name}\.{field.name}: .*(default|required).*\n      {re.escape(field.metadata['doc'])}", shown)
+            assert re.search(
+                rf"\n  {section.name}\.{field.name}: .*(default|required).*\n      {re.escape(field.metadata['doc'])}", shown
+            )
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    (["runs/none.toml"], ["recipe 'runs/none.toml'", "no such file"]),
-    (["."], ["recipe '.'", "a folder"]),
-    ([TINY, "optimizer.epoch=2"], ["'epoch'", "did you mean 'epochs'"]),
-    ([TINY, "optimiser.epochs=2"], ["'optimiser'", "did you mean 'optimizer'"]),
-    ([TINY, "optimizer.epochs=two"], ["'optimizer.epochs'", "whole number", "'two'"]),
-    ([TINY, "optimizer.epochs=0"], ["at least 1", "got 0"]),
-    ([TINY, "optimizer.learning_rate=nan"], ["'optimizer.learning_rate'", "finite"]),
-    ([TINY, "run.device=cudo"], ["one of auto, cpu, cuda", "did you mean 'cuda'"]),
-    ([TINY, "epochs=2"], ["section.key=value"]),
-    ([TINY, "drafter.target_layer_ids=2,2"], ["rising", "[2, 2]"]),
-    ([TINY, "run.name=../x"], ["plain folder name"]),
-    ([TINY, "checkpoint.every=30", "eval.every=20"], ["multiple or a divisor"]),
-])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["runs/none.toml"], ["recipe 'runs/none.toml'", "no such file"]),
+        (["."], ["recipe '.'", "a folder"]),
+        ([TINY, "optimizer.epoch=2"], ["'epoch'", "did you mean 'epochs'"]),
+        ([TINY, "optimiser.epochs=2"], ["'optimiser'", "did you mean 'optimizer'"]),
+        ([TINY, "optimizer.epochs=two"], ["'optimizer.epochs'", "whole number", "'two'"]),
+        ([TINY, "optimizer.epochs=0"], ["at least 1", "got 0"]),
+        ([TINY, "optimizer.learning_rate=nan"], ["'optimizer.learning_rate'", "finite"]),
+        ([TINY, "run.device=cudo"], ["one of auto, cpu, cuda", "did you mean 'cuda'"]),
+        ([TINY, "epochs=2"], ["section.key=value"]),
+        ([TINY, "drafter.target_layer_ids=2,2"], ["rising", "[2, 2]"]),
+        ([TINY, "run.name=../x"], ["plain folder name"]),
+        ([TINY, "checkpoint.every=30", "eval.every=20"], ["multiple or a divisor"]),
+    ],
+)
 def test_bad_input_is_refused_in_the_one_form_and_writes_nothing(arguments, words, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["train", *arguments]) == 2
@@ -75,14 +84,17 @@ def test_bad_input_is_refused_in_the_one_form_and_writes_nothing(arguments, word
     assert not list(tmp_path.iterdir()) and "Traceback" not in shown.err
 
 
-@pytest.mark.parametrize(("override", "words"), [
-    ("target.path=nowhere", ["'target.path'", "nowhere"]),
-    ("data.train=nothing.jsonl", ["nothing.jsonl"]),
-    ("drafter.mask_token=<nope>", ["'drafter.mask_token'", "<nope>"]),
-    ("drafter.mask_token=<|im_end|>", ["'drafter.mask_token'", "no text contains"]),
-    ("drafter.target_layer_ids=0,12", ["target_layer_ids", "0 to 11"]),
-    ("drafter.num_tapped_layers=13", ["num_tapped_layers", "12 layers"]),
-])
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("target.path=nowhere", ["'target.path'", "nowhere"]),
+        ("data.train=nothing.jsonl", ["nothing.jsonl"]),
+        ("drafter.mask_token=<nope>", ["'drafter.mask_token'", "<nope>"]),
+        ("drafter.mask_token=<|im_end|>", ["'drafter.mask_token'", "no text contains"]),
+        ("drafter.target_layer_ids=0,12", ["target_layer_ids", "0 to 11"]),
+        ("drafter.num_tapped_layers=13", ["num_tapped_layers", "12 layers"]),
+    ],
+)
 def test_bad_input_that_only_loading_can_find_writes_nothing(override, words, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert main(["train", TINY, override, f"run.out={tmp_path}", "run.device=cpu"]) == 2
@@ -106,7 +118,9 @@ def test_the_folder_of_something_else_and_a_changed_recipe_are_refused(tmp_path,
 
 
 def test_recipes_and_overrides_survive_being_written_and_read(tmp_path):
-    recipe = config.load_recipe(TINY, ["run.note=with \"quotes\" and \\ and é", "optimizer.epochs=3", "drafter.target_layer_ids=1,3"])
+    recipe = config.load_recipe(
+        TINY, ['run.note=with "quotes" and \\ and é', "optimizer.epochs=3", "drafter.target_layer_ids=1,3"]
+    )
     (tmp_path / "again.toml").write_text(config.to_toml(recipe), encoding="utf-8")
     assert config.load_recipe(tmp_path / "again.toml") == recipe
     assert recipe.drafter.target_layer_ids == (1, 3) and recipe.optimizer.epochs == 3

@@ -33,9 +33,7 @@ def random_blocks(block_size: int, rng: random.Random, device: torch.device) -> 
     anchors = sorted(special | set(rng.sample(range(LENGTH), num_slots // 2 - len(special))))
     slots = anchors + [-1] * (num_slots - len(anchors))
     rng.shuffle(slots)
-    blocks = make_blocks(
-        *tensors[:3], torch.tensor(slots), decay_J=torch.tensor(decay(block_size, 4.0)), mask_token_id=MASK_ID
-    )
+    blocks = make_blocks(*tensors[:3], torch.tensor(slots), decay_J=torch.tensor(decay(block_size, 4.0)), mask_token_id=MASK_ID)
     seen = blocks.visibility
     visibility = Visibility(seen.low_R.to(device), seen.high_R.to(device), group=block_size, num_context=LENGTH)
     return visibility, blocks.keep_N.repeat_interleave(block_size).to(device)

@@ -20,7 +20,9 @@ from tests.cuda.test_engine import small_step, BUCKETS, run, same
 
 def program(body: str) -> subprocess.CompletedProcess:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, "-c", HEAD + body], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [sys.executable, "-c", HEAD + body], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
 
 
 def test_a_host_read_in_the_step_fails_capture_with_the_cause_and_the_eager_way_runs():
@@ -43,7 +45,9 @@ except Exception as error:
 """
     done = program(body)
     assert "FAILED capture 'micro step 128/32'" in done.stdout, done.stdout + done.stderr
-    assert "reads a value on the host" in done.stdout and "--eager" in done.stdout and done.stdout.rstrip().endswith("True True")
+    assert (
+        "reads a value on the host" in done.stdout and "--eager" in done.stdout and done.stdout.rstrip().endswith("True True")
+    )
 
 
 def test_the_audit_finds_an_attention_that_is_off_by_one_key_and_names_bucket_and_quantity():
@@ -86,7 +90,9 @@ except Exception as error:
     print('REFUSED', str(error)[:60])
 """
     done = program(body)
-    assert "trained True" in done.stdout and "REFUSED flex_attention called without torch.compile" in done.stdout, done.stdout + done.stderr
+    assert "trained True" in done.stdout and "REFUSED flex_attention called without torch.compile" in done.stdout, (
+        done.stdout + done.stderr
+    )
 
 
 def test_a_compile_still_running_when_the_door_shuts_fails_the_start_and_names_the_thread():

@@ -10,17 +10,31 @@ import pytest
 
 ASSETS = Path(__file__).parents[2] / "graphcap" / "assets" / "tiny"
 SETTINGS = (
-    "optimizer.max_updates=6", "optimizer.rows_per_update=2", "eval.every=2", "checkpoint.every=2", "eval.documents=2",
-    "eval.prompts=1", "eval.max_new_tokens=4", "eval.passes=1", "shapes.row_length=256", "shapes.max_buckets=2",
-    "drafter.block_size=8", "drafter.num_layers=1", "progress.every=3", "run.threads=1", "run.device=cpu",
+    "optimizer.max_updates=6",
+    "optimizer.rows_per_update=2",
+    "eval.every=2",
+    "checkpoint.every=2",
+    "eval.documents=2",
+    "eval.prompts=1",
+    "eval.max_new_tokens=4",
+    "eval.passes=1",
+    "shapes.row_length=256",
+    "shapes.max_buckets=2",
+    "drafter.block_size=8",
+    "drafter.num_layers=1",
+    "progress.every=3",
+    "run.threads=1",
+    "run.device=cpu",
 )
 
 
 @pytest.fixture(scope="module")
 def conversations(tmp_path_factory) -> Path:
     """Two small files of the tiny target's own conversations. Imports what every forked child needs, once."""
-    import graphcap.train  # noqa: F401
     from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM  # noqa: F401
+
+    import graphcap.train  # noqa: F401
+
     folder = tmp_path_factory.mktemp("conversations")
     for name, count in (("train", 24), ("held_out", 4)):
         lines = (ASSETS / "conversations" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)

@@ -93,7 +93,10 @@ class Helper:
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
         )
 
@@ -160,15 +163,16 @@ def drill(killer, action: str, source: Path, update: int, seed: int, keep: int):
         yield seen, folder
 
 
-@pytest.mark.parametrize("keep, before, update", [
-    pytest.param(1, [(5, 70)], 10, id="the next update, which prunes the only other"),
-    pytest.param(2, [(3, 99), (4, 71), (5, 70)], 10, id="the next update, with a best one to keep"),
-    pytest.param(1, [(5, 70)], 5, id="the same update again"),
-    pytest.param(1, [], 5, id="the first one"),
-])
-def test_killed_before_every_call_the_old_or_the_new_stands_and_the_next_save_clears_up(
-    killer, tmp_path, keep, before, update
-):
+@pytest.mark.parametrize(
+    "keep, before, update",
+    [
+        pytest.param(1, [(5, 70)], 10, id="the next update, which prunes the only other"),
+        pytest.param(2, [(3, 99), (4, 71), (5, 70)], 10, id="the next update, with a best one to keep"),
+        pytest.param(1, [(5, 70)], 5, id="the same update again"),
+        pytest.param(1, [], 5, id="the first one"),
+    ],
+)
+def test_killed_before_every_call_the_old_or_the_new_stands_and_the_next_save_clears_up(killer, tmp_path, keep, before, update):
     source, new = prepare(tmp_path / "source", before), 90
     old, best = (before[-1][1], max(seed for _, seed in before)) if before else (None, None)
     found = []

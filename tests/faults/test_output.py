@@ -9,8 +9,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SHORT = (
-    "optimizer.max_updates=4", "eval.every=2", "checkpoint.every=2", "eval.documents=2", "eval.prompts=2", "eval.passes=1",
-    "eval.max_new_tokens=8", "run.threads=1", "run.device=cpu",
+    "optimizer.max_updates=4",
+    "eval.every=2",
+    "checkpoint.every=2",
+    "eval.documents=2",
+    "eval.prompts=2",
+    "eval.passes=1",
+    "eval.max_new_tokens=8",
+    "run.threads=1",
+    "run.device=cpu",
 )
 OWN_LINES = re.compile(
     r"graphcap \d|target    |train     |held_out  |plan      |drafter   |training  |update +\d+ +held-out|decoding \d+|"
@@ -25,7 +32,12 @@ def run_on_a_terminal(arguments: list[str]) -> tuple[str, str, int]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100"}
     environment.pop("TRANSFORMERS_VERBOSITY", None)  # as a person has it
     process = subprocess.Popen(
-        [sys.executable, "-m", "graphcap", *arguments], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=slave, text=True
+        [sys.executable, "-m", "graphcap", *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=slave,
+        text=True,
     )
     os.close(slave)
     received = b""

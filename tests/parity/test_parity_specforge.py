@@ -10,8 +10,17 @@ from safetensors.torch import load_file
 
 from graphcap.model.blocks import UNUSED
 from tools.parity_specforge import (
-    BLOCK_SIZES, CLEARLY_WRONG, COMMIT, STORED_SEEDS, TOLERANCE, Case, compare_stored, largest_gradient, make_case,
-    run_graphcap, twin_outcomes,
+    BLOCK_SIZES,
+    CLEARLY_WRONG,
+    COMMIT,
+    STORED_SEEDS,
+    TOLERANCE,
+    Case,
+    compare_stored,
+    largest_gradient,
+    make_case,
+    run_graphcap,
+    twin_outcomes,
 )
 
 ENTRIES = Path(__file__).parent / "data" / "specforge.safetensors"

@@ -13,8 +13,22 @@ from graphcap.model.drafter import Drafter
 from graphcap.model.target import Target
 from graphcap.ops.export import config_document, read_drafter, weight_tensors
 from tools.parity_zlab import (
-    BLOCKS_STORED, CASE_PROMPTS, CLEARLY_WRONG, COMMIT, CPU, STOP_IDS, TOLERANCE, TWINS, Job, Trace, case_config,
-    case_target, compare, run_graphcap, run_twin, write_export,
+    BLOCKS_STORED,
+    CASE_PROMPTS,
+    CLEARLY_WRONG,
+    COMMIT,
+    CPU,
+    STOP_IDS,
+    TOLERANCE,
+    TWINS,
+    Job,
+    Trace,
+    case_config,
+    case_target,
+    compare,
+    run_graphcap,
+    run_twin,
+    write_export,
 )
 
 NUMBERS = Path(__file__).parent / "data" / "zlab.safetensors"

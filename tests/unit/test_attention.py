@@ -13,9 +13,7 @@ from tests.toys import MASK_ID, fresh_seed, naive_attention, padded, random_leng
 SLOTS = {4: 32, 7: 128, 8: 32, 10: 64, 16: 16}  # anchor slots that make whole tiles
 
 
-def block_visibility(
-    block_size: int, length: int, rng: random.Random, *, share_used: float = 0.8
-) -> tuple[Visibility, int]:
+def block_visibility(block_size: int, length: int, rng: random.Random, *, share_used: float = 0.8) -> tuple[Visibility, int]:
     """The visibility of random blocks: several documents, anchors at 0, at tile edges and last; some slots unused."""
     num_slots = SLOTS[block_size]
     arrays = random_row(random_lengths(length, rng), rng, num_anchors=max(1, int(share_used * num_slots)))

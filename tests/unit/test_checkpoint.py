@@ -22,9 +22,14 @@ def random_tensors() -> dict[str, torch.Tensor]:
     raw = {str(dtype): torch.randint(0, 256, (64,), dtype=torch.uint8).view(dtype) for dtype in DTYPES}
     flat = torch.randn(60)
     return raw | {
-        "bool": torch.rand(7) > 0.5, "scalar": torch.randn((), dtype=torch.float64), "empty": torch.empty(0, 3),
-        "view": flat[4:24], "overlapping": flat[10:40], "strided": flat.view(6, 10).t(),
-        "expanded": torch.randn(1).expand(5), "parameter": torch.nn.Parameter(torch.randn(3)),
+        "bool": torch.rand(7) > 0.5,
+        "scalar": torch.randn((), dtype=torch.float64),
+        "empty": torch.empty(0, 3),
+        "view": flat[4:24],
+        "overlapping": flat[10:40],
+        "strided": flat.view(6, 10).t(),
+        "expanded": torch.randn(1).expand(5),
+        "parameter": torch.nn.Parameter(torch.randn(3)),
     }
 
 
@@ -47,8 +52,12 @@ def test_tensors_and_documents_come_back_bit_for_bit(tmp_path):
     tensors = random_tensors()
     document = {"seed": random.getrandbits(63), "text": "ä\n", "list": (1, 2.5, None), "float": random.random()}
     path = checkpoint.save(
-        tmp_path / "a" / "checkpoints", 120, tensors={"model.safetensors": tensors}, documents={"state.json": document},
-        score=1.5, keep=1,
+        tmp_path / "a" / "checkpoints",
+        120,
+        tensors={"model.safetensors": tensors},
+        documents={"state.json": document},
+        score=1.5,
+        keep=1,
     )
     assert path.name == "update-00000120" and names(path.parent) == [path.name] and checkpoint.verify(path) == ""
     loaded = checkpoint.load_tensors(path, "model.safetensors")
@@ -83,7 +92,7 @@ def test_a_changed_byte_a_lost_end_and_a_lost_file_are_seen(tmp_path, name):
     assert reason(lambda file: file.write_bytes(data)) == ""
     for _ in range(40):
         place, flip = random.randrange(len(data)), random.randrange(1, 256)
-        changed = data[:place] + bytes([data[place] ^ flip]) + data[place + 1:]
+        changed = data[:place] + bytes([data[place] ^ flip]) + data[place + 1 :]
         assert name in reason(lambda file: file.write_bytes(changed)), f"byte {place} xor {flip}"
         size = random.randrange(len(data))
         why = reason(lambda file: file.write_bytes(data[:size]))
@@ -109,9 +118,18 @@ def test_loading_from_a_damaged_checkpoint_is_refused_and_names_the_file(tmp_pat
     assert checkpoint.verify(tmp_path / "missing") == "no such folder"
 
 
-@pytest.mark.parametrize("text", [
-    "", "null", "[]", "{}", '{"version": 1}', '{"version": 1, "sha256": "", "score": NaN}', "\ud800",
-])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "null",
+        "[]",
+        "{}",
+        '{"version": 1}',
+        '{"version": 1, "sha256": "", "score": NaN}',
+        "\ud800",
+    ],
+)
 def test_a_manifest_of_any_content_gives_a_reason_not_a_crash(tmp_path, text):
     path = save(tmp_path, 7)
     (path / "manifest.json").write_bytes(text.encode(errors="surrogatepass"))
@@ -136,11 +154,14 @@ def test_newest_passes_over_what_is_damaged_and_says_why(tmp_path):
     (tmp_path / ".update-00000020.partial").mkdir()
     (tmp_path / ".update-00000004.partial").mkdir()
     (tmp_path / "update-00000030.txt").touch()
-    assert checkpoint.newest(tmp_path) == (good[0], [
-        f"update-00000015: state.safetensors has {size // 2} of {size} bytes",
-        "update-00000010: no manifest.json",
-        ".update-00000020.partial: a save that did not finish",
-    ])
+    assert checkpoint.newest(tmp_path) == (
+        good[0],
+        [
+            f"update-00000015: state.safetensors has {size // 2} of {size} bytes",
+            "update-00000010: no manifest.json",
+            ".update-00000020.partial: a save that did not finish",
+        ],
+    )
     assert checkpoint.newest(tmp_path / "missing") == (None, [])
     (good[0] / "state.json").unlink()
     assert checkpoint.newest(tmp_path)[0] is None and len(checkpoint.newest(tmp_path)[1]) == 5

@@ -110,8 +110,11 @@ def test_every_conversation_is_kept_or_counted_and_ids_are_places(tmp_path):
     for _ in range(300):
         kind = draw.choice(["good", "bad", "long prompt", "empty", "long answer"])
         user, assistant = {
-            "good": ("hi", "x" * draw.randint(1, 9)), "bad": ("", ""), "long prompt": ("y" * 60, "ok"),
-            "empty": ("hi", ""), "long answer": ("hi", "z" * 60),
+            "good": ("hi", "x" * draw.randint(1, 9)),
+            "bad": ("", ""),
+            "long prompt": ("y" * 60, "ok"),
+            "empty": ("hi", ""),
+            "long answer": ("hi", "z" * 60),
         }[kind]
         chat = dumped([{"role": "user", "content": user}, {"role": "assistant", "content": assistant}])
         lines.append(chat[:-4] if kind == "bad" else chat)

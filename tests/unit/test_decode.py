@@ -42,9 +42,7 @@ class Recital:
         start = int(position_K[0])
         ((positions, features),) = context
         assert position_K.tolist() == list(range(start, start + self.config.block_size))
-        assert positions[0, :, 0].tolist() == list(range(start)), (
-            "the drafter's cache is the verified text, once and in order"
-        )
+        assert positions[0, :, 0].tolist() == list(range(start)), "the drafter's cache is the verified text, once and in order"
         expected, mask = self.target.embed(torch.tensor([self.text[start], MASK_ID]))
         assert torch.equal(embeddings_KD[0], expected), "the block begins with the last committed token"
         assert (embeddings_KD[1:] == mask).all()
@@ -155,9 +153,9 @@ def test_plain_decoding_is_the_argmax_of_a_whole_forward_at_every_token(target):
     prompt = [seed % MASK_ID, 1, 2]
     reply = decode_plain(target, prompt, max_new_tokens=12, stop_ids=set())
     for place, token in enumerate(reply.token_ids):
-        logits = target.model(
-            torch.tensor([prompt + reply.token_ids[:place]]), use_cache=False, attend=naive_causal
-        ).logits[0, -1]
+        logits = target.model(torch.tensor([prompt + reply.token_ids[:place]]), use_cache=False, attend=naive_causal).logits[
+            0, -1
+        ]
         top = logits.topk(2).values
         assert token == int(logits.argmax()) and reply.gaps[place] == pytest.approx(float(top[0] - top[1]), abs=1e-5)
 
@@ -215,9 +213,7 @@ def naive_lookup(text: list[int], num_drafts: int) -> list[int]:
     """Drafts after the longest suffix of at most 3 tokens that stood in the text before; the latest such place."""
     for size in (3, 2, 1):
         places = (
-            [i for i in range(len(text) - size) if text[i : i + size] == text[len(text) - size :]]
-            if size < len(text)
-            else []
+            [i for i in range(len(text) - size) if text[i : i + size] == text[len(text) - size :]] if size < len(text) else []
         )
         if places:
             return text[places[-1] + size :][:num_drafts]

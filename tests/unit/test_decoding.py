@@ -26,7 +26,9 @@ def test_fixed_shapes_decode_the_same_tokens_and_accepted_lengths(family):
         torch.testing.assert_close(torch.tensor(fixed.gaps), torch.tensor(plain.gaps), rtol=1e-4, atol=1e-5)
         drafted = decode_speculative(target, drafter, prompt, **limits)
         fixed = decode_speculative(target, drafter, prompt, steps=steps, **limits)
-        assert (fixed.token_ids, fixed.accepted, fixed.committed) == (drafted.token_ids, drafted.accepted, drafted.committed), seed
+        assert (fixed.token_ids, fixed.accepted, fixed.committed) == (drafted.token_ids, drafted.accepted, drafted.committed), (
+            seed
+        )
 
 
 def test_fixed_shapes_keep_a_good_drafters_accepted_lengths():

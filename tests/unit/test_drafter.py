@@ -58,9 +58,7 @@ def test_tensor_names_and_shapes_are_those_of_z_lab():
     drafter = Drafter(config)
     expected = expected_shapes(config)
     assert {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()} == expected
-    assert {name for name, _ in drafter.named_parameters()} == set(
-        expected
-    )  # no buffers, nothing hidden from the state dict
+    assert {name for name, _ in drafter.named_parameters()} == set(expected)  # no buffers, nothing hidden from the state dict
     assert len(expected) == 3 + 11 * 3
 
 
@@ -76,9 +74,7 @@ def run_both(drafter: Drafter, block_size: int, seed: int, change=lambda inputs:
     mask = DenseAttention().mask(blocks.visibility, NUM_ANCHORS * block_size)
     with torch.no_grad():
         context = drafter.context(features, position)
-        ours = drafter(
-            embeddings, blocks.position_Q, context, lambda q, k, v: DenseAttention()(q, k, v, mask, drafter.scale)
-        )
+        ours = drafter(embeddings, blocks.position_Q, context, lambda q, k, v: DenseAttention()(q, k, v, mask, drafter.scale))
     weights = {name: tensor.detach().double().clone() for name, tensor in drafter.state_dict().items()}
     inputs = {
         "features_SF": features,
@@ -157,9 +153,7 @@ def test_rotary_angles_are_float32_at_position_100000_whatever_the_dtype(dtype):
     # float32 holds an angle of 100,000 to about 0.01; bfloat16 of the table itself adds 2**-8
     bound = 0.02 + (2**-8 if dtype == torch.bfloat16 else 0)
     assert max((cos.double() - angle.cos()).abs().max(), (sin.double() - angle.sin()).abs().max()) < bound
-    rounded = position.double()[:, None] * torch.cat(
-        (frequency.bfloat16().double(),) * 2, -1
-    )  # must fail: the known hazard
+    rounded = position.double()[:, None] * torch.cat((frequency.bfloat16().double(),) * 2, -1)  # must fail: the known hazard
     assert (rounded.cos() - angle.cos()).abs().max() > 10 * bound
 
 

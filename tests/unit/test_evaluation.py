@@ -76,8 +76,7 @@ def test_the_walked_estimate_is_what_decoding_with_the_drafter_committed(spoken,
     assert len(evaluation.passes) > 1 or sizes == [(128, 128)]
     wrong = {number: {p: m + (p % 3 == 0) for p, m in one.items()} for number, one in found.items()}  # must fail
     assert any(
-        walk(wrong[d.id], int(np.argmax(d.loss_mask)), len(d.token_ids) - 1) != steps
-        for d, steps in zip(documents, committed)
+        walk(wrong[d.id], int(np.argmax(d.loss_mask)), len(d.token_ids) - 1) != steps for d, steps in zip(documents, committed)
     )
 
 
@@ -115,9 +114,7 @@ def test_loss_and_block_match_are_naive_sums_over_every_supervised_position():
     for number in range(4):
         length = rng.randint(5, 20)
         mask = np.array([rng.random() < 0.8 for _ in range(length - 2)] + [True, True])
-        documents.append(
-            Document(number, np.array([rng.randrange(MASK_ID) for _ in range(length)], np.int32), mask, "toy", 1)
-        )
+        documents.append(Document(number, np.array([rng.randrange(MASK_ID) for _ in range(length)], np.int32), mask, "toy", 1))
     engine, buckets = make_engine(make_step(target, drafter), (48, 7))
     before = engine.step.state.sums.clone()
     result = Evaluation(documents, tuple(buckets)).run(engine)

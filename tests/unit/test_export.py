@@ -56,9 +56,7 @@ def test_a_bfloat16_export_is_the_rounded_drafter_and_says_so(tmp_path):
 
 def test_the_export_holds_no_embedding_head_or_rotary_table(folder):
     names = set(load_file(folder[0] / WEIGHTS))
-    assert not [
-        name for name in names if any(word in name for word in ("embed", "lm_head", "rotary", "inv_freq", "model."))
-    ]
+    assert not [name for name in names if any(word in name for word in ("embed", "lm_head", "rotary", "inv_freq", "model."))]
 
 
 def test_the_config_has_the_keys_that_each_consumer_needs():
@@ -83,9 +81,7 @@ def test_a_block_size_at_either_place_is_read(folder, where):
 
 def test_the_theta_of_rope_parameters_wins_over_a_class_default(folder):
     path, _ = folder
-    damage_config(
-        path, lambda d: d.update(rope_theta=10000.0, rope_parameters={"rope_type": "default", "rope_theta": 5e6})
-    )
+    damage_config(path, lambda d: d.update(rope_theta=10000.0, rope_parameters={"rope_type": "default", "rope_theta": 5e6}))
     assert read_config(path).rope_theta == 5e6
 
 

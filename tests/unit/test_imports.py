@@ -18,7 +18,15 @@ ROOT = Path(__file__).resolve().parents[2]
 VERBS = ("train", "eval", "shapes", "extract", "regenerate")
 # From the bottom up; "" is the package itself, which imports nothing. A module imports its own layer and those below.
 LAYERS = (
-    ("", "errors"), ("config", "versions"), ("data",), ("model",), ("engine",), ("ops",), ("build",), VERBS, ("cli",),
+    ("", "errors"),
+    ("config", "versions"),
+    ("data",),
+    ("model",),
+    ("engine",),
+    ("ops",),
+    ("build",),
+    VERBS,
+    ("cli",),
     ("__main__",),
 )
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -159,15 +167,18 @@ def house(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-@pytest.mark.parametrize("name, text", [
-    ("graphcap/model/loss.py", "from graphcap.engine import step"),
-    ("graphcap/model/loss.py", "def f():\n    import graphcap.ops.report"),
-    ("graphcap/engine/step.py", "from ..ops.report import x"),
-    ("graphcap/errors.py", "from graphcap import config"),
-    ("graphcap/ops/report.py", "from graphcap.cli import main"),
-    ("graphcap/ops/report.py", "from tools import bench"),
-    ("graphcap/utils.py", ""),
-])
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("graphcap/model/loss.py", "from graphcap.engine import step"),
+        ("graphcap/model/loss.py", "def f():\n    import graphcap.ops.report"),
+        ("graphcap/engine/step.py", "from ..ops.report import x"),
+        ("graphcap/errors.py", "from graphcap import config"),
+        ("graphcap/ops/report.py", "from graphcap.cli import main"),
+        ("graphcap/ops/report.py", "from tools import bench"),
+        ("graphcap/utils.py", ""),
+    ],
+)
 def test_must_fail_an_import_that_points_up_is_found(tmp_path, name, text):
     names = ("config", "errors", "cli", "engine/step", "ops/report", "model/loss")
     files = {f"graphcap/{path}.py": "" for path in names}
@@ -183,10 +194,16 @@ def test_must_fail_a_circle_is_found(tmp_path):
     assert circle(house(tmp_path, {"graphcap/ops/b.py": "def f():\n    from .a import y"})) == ["ops.a", "ops.b"]
 
 
-@pytest.mark.parametrize("text", [
-    "import torch\nx = torch.distributed.get_rank()", "import torch.distributed as d", "from torch import distributed",
-    "from torch.distributed import all_reduce", "def f():\n    import torch.distributed.checkpoint",
-])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch\nx = torch.distributed.get_rank()",
+        "import torch.distributed as d",
+        "from torch import distributed",
+        "from torch.distributed import all_reduce",
+        "def f():\n    import torch.distributed.checkpoint",
+    ],
+)
 def test_must_fail_a_process_group_outside_ops_is_found(tmp_path, text):
     files = {"graphcap/ops/topology.py": text, "graphcap/train.py": '"""torch.distributed is only in ops."""'}
     assert naming(house(tmp_path, files), "torch.distributed", "ops") == []
@@ -215,13 +232,16 @@ runs/
 """
 
 
-@pytest.mark.parametrize("change, fault", [
-    ({}, None),
-    ({"graphcap/ops/new.py": ""}, "graphcap/ops/new.py is there and not in the tree"),
-    ({"README.md": TREE.replace("says it", "says it\n    old.py")}, "graphcap/ops/old.py is in the tree and not there"),
-    ({"README.md": TREE.replace("  ops/ ", "├── ops/").replace("    report", "│   └── report")}, None),
-    ({"README.md": "# x"}, "README.md has no fenced block after '## The tree'"),
-])
+@pytest.mark.parametrize(
+    "change, fault",
+    [
+        ({}, None),
+        ({"graphcap/ops/new.py": ""}, "graphcap/ops/new.py is there and not in the tree"),
+        ({"README.md": TREE.replace("says it", "says it\n    old.py")}, "graphcap/ops/old.py is in the tree and not there"),
+        ({"README.md": TREE.replace("  ops/ ", "├── ops/").replace("    report", "│   └── report")}, None),
+        ({"README.md": "# x"}, "README.md has no fenced block after '## The tree'"),
+    ],
+)
 def test_must_fail_a_tree_that_differs_from_the_files_is_found(tmp_path, change, fault):
     empty = dict.fromkeys(("setup.cfg", "graphcap/cli.py", "graphcap/ops/report.py", "runs/tiny.toml"), "")
     assert tree_faults(house(tmp_path, {"README.md": TREE, **empty, **change})) == ([fault] if fault else [])

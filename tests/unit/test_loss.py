@@ -65,9 +65,7 @@ def test_correct_flags_are_the_argmax_of_the_logits():
 
 def test_the_loss_sums_over_its_rows_however_they_are_split():
     hidden, head, label, weight = random_inputs()
-    parts = [
-        head_loss(hidden[p], head, label[p], weight[p], chunk_tokens=16)[0] for p in (slice(0, 20), slice(20, None))
-    ]
+    parts = [head_loss(hidden[p], head, label[p], weight[p], chunk_tokens=16)[0] for p in (slice(0, 20), slice(20, None))]
     torch.testing.assert_close(sum(parts), head_loss(hidden, head, label, weight, chunk_tokens=16)[0])
 
 

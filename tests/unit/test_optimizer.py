@@ -199,9 +199,7 @@ def test_bfloat16_gradients_add_up_in_float32():
     exact = torch.cat([sum(one[number].double() for one in gradients).flatten() for number in range(len(SHAPES))])
     ours = torch.cat([view.flatten() for view in state.gradient_views])
     torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-5)
-    rounded = torch.cat(
-        [functools.reduce(torch.add, [one[n] for one in gradients]).flatten() for n in range(len(SHAPES))]
-    )
+    rounded = torch.cat([functools.reduce(torch.add, [one[n] for one in gradients]).flatten() for n in range(len(SHAPES))])
     assert relative(rounded - exact, exact) > 1e-3  # must fail: a sum in bfloat16
 
 
@@ -222,17 +220,14 @@ def test_a_loaded_state_goes_on_bit_for_bit_without_moving():
 
     resumed = make_state(make_module(), dtype=torch.bfloat16)  # another start
     resumed.sums.fill_(float("nan"))
-    addresses = [
-        t.data_ptr() for t in (*resumed.tensors().values(), resumed.weights, resumed.sums, *resumed.parameters)
-    ]
+    addresses = [t.data_ptr() for t in (*resumed.tensors().values(), resumed.weights, resumed.sums, *resumed.parameters)]
     resumed.load(saved)
     assert addresses == [
         t.data_ptr() for t in (*resumed.tensors().values(), resumed.weights, resumed.sums, *resumed.parameters)
     ]
     run(resumed, all_gradients[6:])
     assert all(
-        torch.equal(left, right)
-        for left, right in zip(snapshot(whole).values(), snapshot(resumed).values(), strict=True)
+        torch.equal(left, right) for left, right in zip(snapshot(whole).values(), snapshot(resumed).values(), strict=True)
     )
     saved["exp_avg_sq"][3] *= 1.5  # must fail: one element of one moment
     resumed.load(saved)

@@ -18,7 +18,13 @@ import pytest
 from graphcap.data.conversations import Document
 from graphcap.data.loader import arrange, arrange_with
 from graphcap.data.packing import (
-    PACKING_VERSION, Row, Schedule, anchor_candidates, choose_anchors, num_anchors_of, pack_rows,
+    PACKING_VERSION,
+    Row,
+    Schedule,
+    anchor_candidates,
+    choose_anchors,
+    num_anchors_of,
+    pack_rows,
 )
 from graphcap.data.planner import Bucket, Shapes, plan
 from graphcap.errors import DataError, ShapeError
@@ -103,9 +109,7 @@ def test_anchors_equal_the_naive_choice_and_a_changed_draw_does_not():
         assert chosen.tolist() == naive_anchors(one, seed=seed, epoch=epoch, density=DENSITY), f"seed {seed}, {number}"
         # Must-fail twins: every key of the draw matters.
         twins = [(one, seed + 1, epoch), (one, seed, epoch + 1), (replace(one, id=one.id + 1), seed, epoch)]
-        differences += sum(
-            chosen.tolist() != naive_anchors(other, seed=s, epoch=e, density=DENSITY) for other, s, e in twins
-        )
+        differences += sum(chosen.tolist() != naive_anchors(other, seed=s, epoch=e, density=DENSITY) for other, s, e in twins)
     assert differences > 0.9 * 180, f"seed {seed}: {differences} of 180 changed draws differ"
 
 
@@ -281,12 +285,8 @@ def test_order_in_which_documents_are_given_does_not_matter():
     shuffled = dict(random.Random(8).sample(list(documents.items()), len(documents)))
     ids, lengths, counts = sizes(documents)
     shapes = plan(lengths, counts, block_size=16, anchor_density=DENSITY, row_length=512, max_buckets=3, window=64)
-    one, other = (
-        Schedule(shapes, *sizes(group), seed=1, epochs=1, rows_per_update=2) for group in (documents, shuffled)
-    )
+    one, other = (Schedule(shapes, *sizes(group), seed=1, epochs=1, rows_per_update=2) for group in (documents, shuffled))
     assert one.epoch_hash(0) == other.epoch_hash(0)
-
-
 
 
 STORED = """
@@ -305,7 +305,11 @@ print(schedule.epoch_hash(1)[:16], choose_anchors(one, seed=11, epoch=2, density
 def test_another_process_makes_the_same_schedule_and_it_never_changes_unnoticed():
     """The stored values hold on every machine; who changes them raises PACKING_VERSION."""
     printed = subprocess.run(
-        [sys.executable, "-c", STORED], capture_output=True, text=True, check=True, cwd=ROOT,
+        [sys.executable, "-c", STORED],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
         env={**os.environ, "PYTHONHASHSEED": "12345"},
     ).stdout.strip()
     assert (PACKING_VERSION, printed) == (1, "03edc16386347293 [1, 14, 16, 20, 24, 34, 36]")

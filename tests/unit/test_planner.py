@@ -65,8 +65,16 @@ def test_a_few_documents_with_many_anchors_do_not_size_every_row():
 
 def test_document_that_does_not_fit_is_named_with_the_nearest_bucket():
     with pytest.raises(DataError, match=r"document '17': expected at most 256 tokens.*got 300 tokens.*256/\d+.*Fix: "):
-        plan(np.array([100, 300]), np.array([5, 5]), block_size=16, anchor_density=0.2, row_length=256, max_buckets=2,
-             window=8, ids=np.array([4, 17]))
+        plan(
+            np.array([100, 300]),
+            np.array([5, 5]),
+            block_size=16,
+            anchor_density=0.2,
+            row_length=256,
+            max_buckets=2,
+            window=8,
+            ids=np.array([4, 17]),
+        )
     with pytest.raises(DataError, match="document '1'"):
         planned(np.array([100, 300]), np.array([5, 5]), row_length=256)
 

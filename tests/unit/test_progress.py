@@ -24,16 +24,33 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def train_record(update: int) -> dict:
     return {
-        "kind": "train", "update": update, "epoch": 0, "loss": random.random(), "block_match": 1.5,
-        "match_share": [random.random() for _ in range(3)], "learning_rate": 6e-4, "grad_norm": 1.0, "anchors": 8,
-        "tokens": 100, "supervised_tokens": 60, "rows": 1, "skipped": 0, "empty": 0, "time_s": 0.5,
+        "kind": "train",
+        "update": update,
+        "epoch": 0,
+        "loss": random.random(),
+        "block_match": 1.5,
+        "match_share": [random.random() for _ in range(3)],
+        "learning_rate": 6e-4,
+        "grad_norm": 1.0,
+        "anchors": 8,
+        "tokens": 100,
+        "supervised_tokens": 60,
+        "rows": 1,
+        "skipped": 0,
+        "empty": 0,
+        "time_s": 0.5,
         "tokens_per_s": 12345.6,
     }
 
 
 def eval_record(update: int) -> dict:
     return {
-        "kind": "eval", "update": update, "loss": 2.0, "block_match": 1.2, "walked_estimate": 1.4, "documents": 8,
+        "kind": "eval",
+        "update": update,
+        "loss": 2.0,
+        "block_match": 1.2,
+        "walked_estimate": 1.4,
+        "documents": 8,
         "eval_s": 0.1,
     }
 
@@ -65,10 +82,17 @@ def test_without_clock_leaves_out_what_two_identical_runs_may_differ_in():
     assert eval_record(1).keys() - without_clock(eval_record(1)).keys() == {"eval_s"}
 
 
-@pytest.mark.parametrize("record", [
-    {"kind": "train", "update": 1, "lost": 2.0}, {"kind": "eval", "update": 1, "grad_norm": 2.0},
-    {"kind": "tests", "update": 1}, {"update": 1}, {"kind": "train"}, {"kind": "train", "update": 1.0},
-])
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"kind": "train", "update": 1, "lost": 2.0},
+        {"kind": "eval", "update": 1, "grad_norm": 2.0},
+        {"kind": "tests", "update": 1},
+        {"update": 1},
+        {"kind": "train"},
+        {"kind": "train", "update": 1.0},
+    ],
+)
 def test_a_record_outside_the_table_is_our_bug_and_is_not_written(tmp_path, record):
     with MetricsLog(tmp_path / "metrics.jsonl") as log:
         with pytest.raises(AssertionError):
@@ -81,7 +105,10 @@ def test_a_loss_that_is_not_finite_is_written_as_null_so_that_the_file_stays_jso
         log.append({"kind": "train", "update": 1, "loss": float("nan"), "match_share": [0.5, float("inf")]})
     line = log.path.read_text()
     assert json.loads(line, parse_constant=lambda name: pytest.fail(name)) == {
-        "kind": "train", "update": 1, "loss": None, "match_share": [0.5, None],
+        "kind": "train",
+        "update": 1,
+        "loss": None,
+        "match_share": [0.5, None],
     }
 
 
@@ -115,9 +142,17 @@ def test_must_fail_without_the_cut_at_opening_a_record_is_glued_to_half_a_line(t
     assert [record["update"] for record in read_metrics(tmp_path / "m.jsonl")] == [1, 2]
 
 
-@pytest.mark.parametrize("tail", [
-    b"\0" * 300, b"\0" * 300 + b"\n", b"\xff\xfe\n", b"12\n", b"a\rb\x0bc\n", b'{"kind": "train"}\n',
-])
+@pytest.mark.parametrize(
+    "tail",
+    [
+        b"\0" * 300,
+        b"\0" * 300 + b"\n",
+        b"\xff\xfe\n",
+        b"12\n",
+        b"a\rb\x0bc\n",
+        b'{"kind": "train"}\n',
+    ],
+)
 def test_cut_removes_a_tail_that_is_no_record(tmp_path, tail):
     records = written(tmp_path / "m.jsonl", 9)
     with open(tmp_path / "m.jsonl", "ab") as file:
@@ -156,7 +191,7 @@ def screen(data: bytes) -> list[str]:
         else:
             assert not part.startswith("\x1b"), f"an escape that this screen does not know: {part!r}"
             line = lines[row].ljust(column)
-            lines[row] = line[:column] + part + line[column + len(part):]
+            lines[row] = line[:column] + part + line[column + len(part) :]
             column += len(part)
     return [line.rstrip() for line in lines]
 

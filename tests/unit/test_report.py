@@ -45,9 +45,7 @@ def test_the_interval_covers_the_truth_about_95_times_in_100():
     """Replies of one verification each: the bootstrap's interval is then nearly that of a normal mean."""
     rng = np.random.default_rng(fresh_seed())
     steps = rng.integers(1, 8, (150, 60))
-    inside = sum(
-        result["low"] <= 4 <= result["high"] for result in (acceptance([[int(s)] for s in one]) for one in steps)
-    )
+    inside = sum(result["low"] <= 4 <= result["high"] for result in (acceptance([[int(s)] for s in one]) for one in steps))
     assert 126 <= inside <= 150  # a 95 % interval: 142.5 expected, with six standard deviations of room below
     spread = np.mean([1.96 * one.std() / math.sqrt(60) for one in steps])
     one = acceptance([[int(s)] for s in steps[0]])

@@ -27,9 +27,9 @@ def random_arrays(rng: random.Random) -> dict[str, np.ndarray]:
     arrays = {}
     for buffer in BUFFERS:
         shape = (rng.randint(0, buffer.length), *buffer.trailing)
-        arrays[buffer.name] = np.array(
-            [rng.randrange(100) for _ in range(int(np.prod(shape)))], NUMPY[buffer.dtype]
-        ).reshape(shape)
+        arrays[buffer.name] = np.array([rng.randrange(100) for _ in range(int(np.prod(shape)))], NUMPY[buffer.dtype]).reshape(
+            shape
+        )
     return arrays
 
 

@@ -34,9 +34,7 @@ from tests.toys import (
 LENGTH, SLOTS, BLOCK = 64, 8, 4
 
 
-def random_rows(
-    seed: int, count: int, *, length: int = LENGTH, num_anchors: int = SLOTS - 1
-) -> list[dict[str, np.ndarray]]:
+def random_rows(seed: int, count: int, *, length: int = LENGTH, num_anchors: int = SLOTS - 1) -> list[dict[str, np.ndarray]]:
     rng = random.Random(seed)
     return [random_row(random_lengths(length, rng), rng, num_anchors=num_anchors) for _ in range(count)]
 
@@ -53,9 +51,7 @@ def naive_step(target, drafter, arrays: dict[str, np.ndarray], *, gamma: float, 
     """Gradient of every parameter and the statistics of one row, in float64 and in one piece."""
     tokens, position, supervised, anchors = padded(arrays, LENGTH, SLOTS)
     block_size = drafter.config.block_size
-    label, weight = naive_labels(
-        tokens.tolist(), position.tolist(), supervised.tolist(), anchors.tolist(), block_size, gamma
-    )
+    label, weight = naive_labels(tokens.tolist(), position.tolist(), supervised.tolist(), anchors.tolist(), block_size, gamma)
     features = torch.empty(LENGTH, target.num_features)
     target.features(tokens, position, features)
     block_tokens = torch.full((SLOTS, block_size), mask_id)
@@ -139,9 +135,7 @@ def accumulated(step, engine, rows) -> torch.Tensor:
 def test_the_same_documents_have_the_same_gradient_however_they_are_split_over_rows():
     seed = fresh_seed()
     step = make_step(tiny_target(seed), random_drafter(seed, sharpness=0.5))
-    engine, (small, medium, large) = make_engine(
-        step, (LENGTH, SLOTS), (LENGTH * 2, 2 * SLOTS + 3), (LENGTH * 3, 3 * SLOTS)
-    )
+    engine, (small, medium, large) = make_engine(step, (LENGTH, SLOTS), (LENGTH * 2, 2 * SLOTS + 3), (LENGTH * 3, 3 * SLOTS))
     a, b, c = rows = random_rows(seed, 3)
     apart = accumulated(step, engine, [(small, row) for row in rows])
     assert apart[step.state.gradients.numel() + 1] > 0
@@ -159,9 +153,7 @@ def test_the_same_documents_have_the_same_gradient_however_they_are_split_over_r
 def trained(seed: int, plan: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Masters before and after 50 updates of two rows: apart, as one row, or each divided by its own weight."""
     rows = random_rows(seed, 6, num_anchors=4)
-    step = make_step(
-        TableTarget(seed), random_drafter(seed, sharpness=0.5), num_updates=50, learning_rate=1e-3, eps=1e-6
-    )
+    step = make_step(TableTarget(seed), random_drafter(seed, sharpness=0.5), num_updates=50, learning_rate=1e-3, eps=1e-6)
     start, state = step.state.master.clone(), step.state
     engine, (small, large) = make_engine(step, (LENGTH, SLOTS), (LENGTH * 2, SLOTS))
     for update in range(50):
@@ -198,9 +190,7 @@ def test_nothing_left_in_tails_features_or_slots_changes_a_bit():
     short["anchors"] = short["anchors"][short["anchors"] < 38]
     clean = accumulated(step, engine, [(bucket, short)])
     other["anchors"] = np.sort(np.random.default_rng(seed).choice(60, SLOTS, replace=False)).astype(np.int32)
-    engine.fill(
-        bucket, {name: np.resize(array, SLOTS if name == "anchors" else LENGTH) for name, array in other.items()}
-    )
+    engine.fill(bucket, {name: np.resize(array, SLOTS if name == "anchors" else LENGTH) for name, array in other.items()})
     target.features = poisoned(target.features)
     assert torch.equal(accumulated(step, engine, [(bucket, short)]), clean)
     assert torch.isfinite(clean).all() and clean.any()
@@ -321,9 +311,7 @@ def riddles(rng: random.Random) -> dict[str, np.ndarray]:
     documents = []
     for _ in range(LENGTH // 4):
         first = rng.randrange(KINDS)
-        documents.append(
-            [first, rng.randrange(20, 60), KINDS + (5 * first + 3) % KINDS, 2 * KINDS + (7 * first + 1) % KINDS]
-        )
+        documents.append([first, rng.randrange(20, 60), KINDS + (5 * first + 3) % KINDS, 2 * KINDS + (7 * first + 1) % KINDS])
     return {
         "token_ids": np.array(documents, np.int32).flatten(),
         "position": np.tile(np.arange(4, dtype=np.int32), LENGTH // 4),

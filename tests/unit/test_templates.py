@@ -55,7 +55,9 @@ def make_tokenizer(template: str | None, *, prepend_bos: bool = False) -> PreTra
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+        vocab_size=400,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
         special_tokens=["<s>", "<|im_start|>", "<|im_end|>"],
     )
     raw.train_from_iterator(CORPUS, trainer)
@@ -143,7 +145,8 @@ def test_token_that_straddles_the_header_is_not_supervised():
         answers = draw.choices(["four", "日本", "hello", "good", "🙂 x"], k=2)
         chat = [
             {"role": role, "content": content}
-            for answer in answers for role, content in (("user", "hi"), ("assistant", answer))
+            for answer in answers
+            for role, content in (("user", "hi"), ("assistant", answer))
         ]
         token_ids, mask = tokenize_conversation(tokenizer, chat)
         # Without an end-of-turn mark the blank line is what ends a turn.
