@@ -7,7 +7,7 @@ import secrets
 import numpy as np
 import pytest
 
-from graphcap.data.packing import PACKING_VERSION, Schedule
+from graphcap.data.packing import PACKING_VERSION, Schedule, num_anchors_of
 from graphcap.data.planner import Bucket, Shapes, fingerprint, plan
 from graphcap.errors import ConfigError, DataError
 
@@ -161,3 +161,29 @@ def test_fingerprint_never_changes_unnoticed():
     """A stored shapes file stays valid from one version of graphcap to the next while the packing version stands."""
     value = fingerprint(np.array([3, 5]), np.array([1, 2]), block_size=16, anchor_density=0.5, window=8)
     assert (PACKING_VERSION, value[:16]) == (1, "68a2ce7eb0d427a1")
+
+
+def test_the_committed_plan_of_the_tiny_recipe_is_what_planning_it_gives_here():
+    from pathlib import Path
+
+    from transformers import AutoTokenizer
+
+    from graphcap.config import load_recipe
+    from graphcap.data.conversations import load_documents
+
+    root = Path(__file__).parents[2]
+    recipe = load_recipe(root / "runs" / "tiny.toml")
+    tokenizer = AutoTokenizer.from_pretrained(root / recipe.target.path)
+    paths = [root / path for path in recipe.data.train]
+    documents = load_documents(paths, tokenizer, max_length=512, on_long="error", on_bad_line="error").documents
+    wanted = recipe.shapes
+    planned = plan(
+        np.array([len(document.token_ids) for document in documents]),
+        np.array([num_anchors_of(document.loss_mask, density=wanted.anchor_density) for document in documents]),
+        block_size=recipe.drafter.block_size,
+        anchor_density=wanted.anchor_density,
+        row_length=wanted.row_length,
+        max_buckets=wanted.max_buckets,
+        window=wanted.window,
+    )
+    assert planned == Shapes.load(root / "shapes" / "tiny.json")
