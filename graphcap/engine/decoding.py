@@ -8,7 +8,7 @@ Calls: eval.py. The same three steps, launched from Python, are model/decode.Eag
 """
 
 import torch
-import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 from graphcap.engine.capture import Capturer
@@ -40,11 +40,12 @@ class FixedCache:
 
 
 def masked_attention(q_HNC: Tensor, k_GSC: Tensor, v_GSC: Tensor, mask_NS: Tensor, scale: float) -> Tensor:
-    """Dense attention of a few queries over fixed buffers: [H, N, C]."""
-    gqa = q_HNC.shape[0] != k_GSC.shape[0]
-    return F.scaled_dot_product_attention(
-        q_HNC[None], k_GSC[None], v_GSC[None], attn_mask=mask_NS, scale=scale, enable_gqa=gqa
-    )[0]
+    """Dense attention of a few queries over fixed buffers, [H, N, C], written out: torch's own would copy the key heads."""
+    q_GRC = rearrange(q_HNC, "(g r) n c -> g (r n) c", g=k_GSC.shape[0])
+    scores_GRS = torch.bmm(q_GRC, k_GSC.transpose(1, 2)).float() * scale
+    hidden_RS = (~mask_NS).repeat(q_GRC.shape[1] // mask_NS.shape[0], 1)
+    weights_GRS = scores_GRS.masked_fill_(hidden_RS, float("-inf")).softmax(dim=-1).to(v_GSC.dtype)
+    return rearrange(torch.bmm(weights_GRS, v_GSC), "g (r n) c -> (g r) n c", n=mask_NS.shape[0])
 
 
 class FixedSteps:

@@ -79,10 +79,12 @@ class DrafterStep:
         self.state.accumulate(gradients)
         self.state.statistics.add_(self._statistics(blocks, loss_sum.detach(), correct_NJ))
 
-    @torch.no_grad()
     def evaluate(self, slot: Slot) -> tuple[Tensor, Tensor]:
-        """Forward only: the row's statistics, float32 [4 + J], and which slots are right, bool [N, J]. Capture: safe."""
-        blocks, loss_sum, correct_NJ = self._forward(slot)
+        """Forward only: the row's statistics, float32 [4 + J], and which slots are right, bool [N, J]. Capture: safe.
+
+        Gradients stay enabled, so that the layers compiled for training serve here too; nothing is kept for a backward.
+        """
+        blocks, loss_sum, correct_NJ = self._forward(slot, keep_graph=False)
         return self._statistics(blocks, loss_sum, correct_NJ), correct_NJ
 
     def update(self) -> None:
@@ -135,7 +137,7 @@ class DrafterStep:
             mask_token_id=self.drafter.config.mask_token_id,
         )
 
-    def _forward(self, slot: Slot) -> tuple[Blocks, Tensor, Tensor]:
+    def _forward(self, slot: Slot, *, keep_graph: bool = True) -> tuple[Blocks, Tensor, Tensor]:
         token_ids_T, position_T = slot["token_ids"], slot["position"]
         features_TF = self.target.head_VD.new_empty(token_ids_T.numel(), self.target.num_features)
         self.target.features(token_ids_T, position_T, features_TF)
@@ -145,7 +147,7 @@ class DrafterStep:
         embeddings_QD = self.target.embed(blocks.token_ids_Q)
         attention, scale = self.attention, self.drafter.scale
         hidden_QD = self.drafter(embeddings_QD, blocks.position_Q, context, lambda q, k, v: attention(q, k, v, mask, scale))
-        hidden_NKD = hidden_QD.unflatten(0, (-1, self.block_size))
+        hidden_NKD = (hidden_QD if keep_graph else hidden_QD.detach()).unflatten(0, (-1, self.block_size))
         loss_sum, correct_M = head_loss(
             hidden_NKD[:, 1:].flatten(0, 1),
             self.target.head_VD,

@@ -38,8 +38,17 @@ def chunk_loss(logits_MV: Tensor, label_M: Tensor, weight_M: Tensor) -> tuple[Te
 
 @functools.cache
 def _chunk_loss_for(device_type: str):
-    """On CUDA compiled into few passes over the logits; the same function elsewhere."""
-    return torch.compile(chunk_loss, dynamic=False, fullgraph=True) if device_type == "cuda" else chunk_loss
+    """On CUDA compiled into few passes over the logits, once for chunks of any length; the same function elsewhere."""
+    if device_type != "cuda":
+        return chunk_loss
+    compiled = torch.compile(chunk_loss, fullgraph=True)
+
+    def of_chunk(logits_MV: Tensor, label_M: Tensor, weight_M: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        for tensor in (logits_MV, label_M, weight_M):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return compiled(logits_MV, label_M, weight_M)
+
+    return of_chunk
 
 
 class _HeadLoss(torch.autograd.Function):

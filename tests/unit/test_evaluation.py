@@ -60,7 +60,7 @@ def spoken():
     return toy, documents, committed
 
 
-@pytest.mark.parametrize("sizes", [[(64, 12)], [(128, 128)], [(32, 5), (96, 33)]])
+@pytest.mark.parametrize("sizes", [[(64, 9)], [(128, 128)], [(32, 5), (96, 9)]])
 def test_the_walked_estimate_is_what_decoding_with_the_drafter_committed(spoken, sizes):
     toy, documents, committed = spoken
     engine, buckets = make_engine(make_step(toy.target, toy.drafter), *sizes)
