@@ -67,6 +67,7 @@ def build(recipe: Recipe, *, threads: int | None, say) -> TrainingRun:
     documents, held_out = _load_data(recipe, tokenizer, drafter_config.mask_token_id, say)
     shapes, schedule = _plan(recipe, documents, say)
     drafter = make_drafter(recipe, drafter_config)
+    drafter.checkpointing = recipe.drafter.checkpointing
     gamma = recipe.loss.gamma or blocks.default_gamma(drafter_config.block_size)
     step = DrafterStep(
         target,

@@ -15,6 +15,7 @@ from graphcap.config import Recipe
 from graphcap.data.loader import arrange
 from graphcap.data.packing import Update
 from graphcap.engine.evaluation import Evaluation, fitting
+from graphcap.engine.metrics import Fetch
 from graphcap.engine.step import RING
 from graphcap.errors import CheckpointError
 from graphcap.eval import as_decoded, load_prompts, measure, stop_ids_of
@@ -90,54 +91,57 @@ class Record:
         self.metrics.cut(run.position)
         self.every = min(run.recipe.progress.every, RING)
         self.progress = Progress(run.schedule.num_updates, start=run.position)
+        self.fetched: tuple[list[Update], Fetch] | None = None
         self.walked: tuple[int, float] | None = None
-        self.begin = self.last_fetch = time.monotonic()
+        self.begin = self.last_line = time.monotonic()
 
     def after(self, update: Update) -> None:
-        """Note an update; every `progress.every` of them, fetch their metrics from the device."""
+        """Note an update. Every `progress.every` of them their metrics set out for the host; lines follow when they are there."""
         self.pending.append(update)
+        if self.fetched is not None and self.fetched[1].ready():
+            self._write()
         if len(self.pending) >= self.every:
-            self.flush()
+            self._fetch()
 
     def flush(self) -> None:
-        """Write a line for every update not yet written."""
-        if not self.pending:
+        """Write a line for every update made so far."""
+        self._write()
+        self._fetch()
+        self._write()
+
+    def _fetch(self) -> None:
+        self._write()
+        if self.pending:
+            first, count = self.pending[0].index, len(self.pending)
+            self.fetched, self.pending = (self.pending, Fetch(self.run.engine.step.ring, first, count)), []
+
+    def _write(self) -> None:
+        if self.fetched is None:
             return
-        step = self.run.engine.step
-        rows = step.ring[[update.index % RING for update in self.pending]].tolist()
-        now = time.monotonic()
-        lengths = [self._counts(update) for update in self.pending]
-        speed = sum(tokens for tokens, _ in lengths) / max(now - self.last_fetch, 1e-9)
-        for update, row, (tokens, supervised) in zip(self.pending, rows, lengths, strict=True):
-            values = dict(zip(step.metric_names, row, strict=True))
-            shares = [values.pop(name) for name in step.metric_names if name.startswith("match_share_")]
-            line = {
-                "kind": "train",
-                "update": update.index + 1,
-                "epoch": update.epoch,
-                "rows": len(update.rows),
-                "tokens": tokens,
-                "supervised_tokens": supervised,
-                "match_share": shares,
-                "time_s": now - self.begin,
-                "tokens_per_s": speed,
-                **{name: int(value) if name in ("empty", "skipped", "anchors") else value for name, value in values.items()},
-            }
+        (updates, fetch), self.fetched = self.fetched, None
+        now, names = time.monotonic(), self.run.engine.step.metric_names
+        counts = [self._counts(update) for update in updates]
+        clock = {
+            "time_s": now - self.begin,
+            "tokens_per_s": sum(count["tokens"] for count in counts) / max(now - self.last_line, 1e-9),
+        }
+        for update, row, count in zip(updates, fetch.rows(), counts, strict=True):
+            line = {"kind": "train", "update": update.index + 1, "epoch": update.epoch, **count, **_named(names, row), **clock}
             self.metrics.append(line)
             self.progress.update(line)
-        self.pending, self.last_fetch = [], now
+        self.last_line = now
 
     def evaluated(self, result: dict) -> None:
         """Write and say an evaluation's result."""
         self.flush()
         update = self.run.position
         self.walked = (update, result["walked_estimate"])
-        self.metrics.append({"kind": "eval", "update": update, **result, "eval_s": time.monotonic() - self.last_fetch})
+        self.metrics.append({"kind": "eval", "update": update, **result, "eval_s": time.monotonic() - self.last_line})
         self.progress.say(
             f"update {update:>6}  held-out loss {result['loss']:.3f}  block_match {result['block_match']:.2f}  "
             f"walked estimate {result['walked_estimate']:.2f}"
         )
-        self.last_fetch = time.monotonic()
+        self.last_line = time.monotonic()
 
     def save(self) -> None:
         """Save a checkpoint of the current update; its score is the walked estimate if one was made at this update."""
@@ -145,15 +149,27 @@ class Record:
         self.metrics.sync()
         score = self.walked[1] if self.walked and self.walked[0] == self.run.position else None
         save(self.run, score)
-        self.last_fetch = time.monotonic()
+        self.last_line = time.monotonic()
 
     def close(self) -> None:
         self.progress.close()
         self.metrics.close()
 
-    def _counts(self, update: Update) -> tuple[int, int]:
+    def _counts(self, update: Update) -> dict[str, int]:
         documents = [self.run.documents[number] for row in update.rows for number in row.document_ids]
-        return sum(len(d.token_ids) for d in documents), int(sum(d.loss_mask.sum() for d in documents))
+        return {
+            "rows": len(update.rows),
+            "tokens": sum(len(document.token_ids) for document in documents),
+            "supervised_tokens": int(sum(document.loss_mask.sum() for document in documents)),
+        }
+
+
+def _named(names: list[str], row: list[float]) -> dict:
+    """A row of the metrics ring under the names of metrics.jsonl."""
+    values = dict(zip(names, row, strict=True))
+    shares = [values.pop(name) for name in names if name.startswith("match_share_")]
+    whole = {name: int(values[name]) for name in ("empty", "skipped", "anchors")}
+    return {**values, **whole, "match_share": shares}
 
 
 def _tensors(run: TrainingRun) -> dict[str, dict[str, torch.Tensor]]:

@@ -35,7 +35,7 @@ class Bucket:
     """One fixed set of sizes = one captured graph. length: tokens S, a multiple of 128; num_anchors: anchor slots N."""
 
     length: int
-    num_anchors: int
+    num_anchors: int = 0
 
     @property
     def name(self) -> str:

@@ -10,7 +10,6 @@ Calls: train.py, engine/evaluation.py, and anybody with a step of their own: a `
 import functools
 import time
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,34 +21,47 @@ from graphcap.engine.slots import Buffer, Slot, Staging
 from graphcap.errors import ShapeError
 
 
-class Step(Protocol):
-    """What the engine runs. Functions read their slot and the step's own tensors, and read nothing on the host."""
+class Step:
+    """What the engine runs; derive from it. Functions read their slot and the step's own tensors, nothing on the host.
+
+    A step needs `device`, `buffers`, `example`, `micro`, `update`, `state_tensors` and `reset`; the rest may be left out.
+    """
 
     device: torch.device
 
     def buffers(self, bucket) -> tuple[Buffer, ...]:
         """The host-filled buffers of a bucket."""
+        raise self._missing("buffers")
 
     def example(self, bucket) -> dict[str, np.ndarray]:
         """A row that fills the bucket, for warm-up and audit."""
+        raise self._missing("example")
 
     def micro(self, slot: Slot) -> None:
         """One micro step; adds to tensors of `state_tensors`."""
+        raise self._missing("micro")
 
     def update(self) -> None:
         """Ends an update."""
-
-    def evaluate(self, slot: Slot):
-        """Forward only; returns tensors, or None if the step has no evaluation."""
+        raise self._missing("update")
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Every tensor that outlives a step, by name. Their addresses never change."""
-
-    def audit(self, bucket, slot: Slot) -> None:
-        """Check whatever the step wants checked on its example in `slot`, before capture; raises if it is wrong."""
+        raise self._missing("state_tensors")
 
     def reset(self) -> None:
         """Bring the state, in place, to where training begins."""
+        raise self._missing("reset")
+
+    def evaluate(self, slot: Slot) -> tuple[Tensor, ...]:
+        """Forward only; returns tensors. A step without evaluation returns none."""
+        return ()
+
+    def audit(self, bucket, slot: Slot) -> None:
+        """Check what the step wants checked on its example in `slot`, before capture; raises if it is wrong."""
+
+    def _missing(self, name: str) -> TypeError:
+        return TypeError(f"{type(self).__name__} has no {name}(); a step needs it, see graphcap.engine.Step")
 
 
 @dataclass

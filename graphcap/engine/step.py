@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from graphcap.engine.audit import audit_attention
+from graphcap.engine.buckets import Step
 from graphcap.engine.optimizer import FlatState, Hyper, apply_update
 from graphcap.engine.slots import Buffer, Slot
 from graphcap.model.attention import attention_for
@@ -22,7 +23,7 @@ from graphcap.model.target import Target
 RING = 4096  # updates whose metrics wait on the device until the host fetches them
 
 
-class DrafterStep:
+class DrafterStep(Step):
     """Target, drafter, loss and optimizer state, and the three functions that an engine launches or captures."""
 
     def __init__(self, target: Target, drafter: Drafter, *, decay: list[float], hyper: Hyper, chunk_tokens: int) -> None:
@@ -75,7 +76,9 @@ class DrafterStep:
     def micro(self, slot: Slot) -> None:
         """Forward and backward of the row in `slot`; gradients and statistics are added to the flat sums. Capture: safe."""
         blocks, loss_sum, correct_NJ = self._forward(slot)
-        gradients = torch.autograd.grad(loss_sum, self.state.parameters)
+        # On this thread: a layer run again in the backward must find what was compiled for it here.
+        with torch.autograd.set_multithreading_enabled(False):
+            gradients = torch.autograd.grad(loss_sum, self.state.parameters)
         self.state.accumulate(gradients)
         self.state.statistics.add_(self._statistics(blocks, loss_sum.detach(), correct_NJ))
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from graphcap.errors import ConfigError
 
@@ -188,6 +189,7 @@ class Drafter(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.config = config
+        self.checkpointing = False  # keep only each layer's input, and run the layer again in the backward
         hidden = config.hidden_size
         self.fc = nn.Linear(len(config.target_layer_ids) * hidden, hidden, bias=False)
         self.hidden_norm = RMSNorm(hidden, config.rms_norm_eps)
@@ -219,7 +221,10 @@ class Drafter(nn.Module):
         table = self.table(position_Q, embeddings_QD.dtype)
         x_QD = embeddings_QD
         for layer, keys_values in zip(self.layers, context, strict=True):
-            x_QD = layer(x_QD, table, keys_values, attend)
+            if self.checkpointing:
+                x_QD = checkpoint(layer, x_QD, table, keys_values, attend, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x_QD = layer(x_QD, table, keys_values, attend)
         return self.norm(x_QD)
 
     def table(self, position_S: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

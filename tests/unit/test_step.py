@@ -335,3 +335,17 @@ def test_it_learns_from_the_features_and_not_without_them():
     blind = final_loss(TableTarget(seed, features_VF=torch.zeros(VOCAB, 64)), seed)
     assert knowing < 0.3 < 0.85 * math.log(KINDS) < min(shuffled, blind)
     assert shuffled > 0.9 * blind
+
+
+def test_gradient_checkpointing_changes_no_bit_of_loss_and_gradients():
+    seed = fresh_seed()
+    sums = []
+    for checkpointing in (False, True):
+        step = make_step(tiny_target(seed), random_drafter(seed))
+        step.drafter.checkpointing = checkpointing
+        engine, (bucket,) = make_engine(step, (128, 16))
+        engine.fill(bucket, step.example(bucket) | {"token_ids": step.example(bucket)["token_ids"] % VOCAB})
+        engine.micro_step(bucket)
+        sums.append(step.state.sums.clone())
+    assert torch.equal(*sums), f"seed {seed}"
+    assert sums[0].abs().sum() > 0

@@ -1,0 +1,145 @@
+"""The door refuses compiles in every thread, the census finds a tensor that moved, and torch has every name we use."""
+
+import importlib
+import threading
+
+import pytest
+import torch
+
+from graphcap.engine.guard import TORCH_NAMES, Census, Door, check_same_bits
+from graphcap.errors import CaptureError
+
+
+def compiled(function):
+    return torch.compile(function, backend="eager", dynamic=False, fullgraph=True)
+
+
+@pytest.fixture
+def door():
+    torch._dynamo.reset()
+    one = Door()
+    yield one
+    one.remove()
+    torch._dynamo.config.fail_on_recompile_limit_hit = False
+    torch._dynamo.reset()
+
+
+def in_thread(function, name: str = "stranger") -> list[Exception]:
+    errors = []
+
+    def body():
+        try:
+            function()
+        except Exception as error:  # noqa: BLE001 - what is raised is what the test looks at
+            errors.append(error)
+
+    thread = threading.Thread(target=body, name=name)
+    thread.start()
+    thread.join(60)
+    return errors
+
+
+@pytest.mark.parametrize("name", [name for name, _ in TORCH_NAMES])
+def test_torch_has_every_private_or_changing_name_the_engine_uses(name):
+    parts = name.split(".")
+    for size in range(len(parts), 0, -1):
+        try:
+            thing = importlib.import_module(".".join(parts[:size]))
+        except ImportError:
+            continue
+        for part in parts[size:]:
+            thing = getattr(thing, part)
+        return
+    raise AssertionError(f"no module of {name} can be imported")
+
+
+def test_compiles_before_the_door_shuts_are_counted_and_warmed_up_functions_still_run_after(door):
+    double = compiled(lambda x: x * 2)
+    double(torch.ones(3))
+    assert door.counts.before == 1
+    door.close()
+    assert torch.equal(double(torch.ones(3)), torch.full((3,), 2.0))
+    assert door.counts.refused == 0
+
+
+def test_a_new_compile_and_a_recompile_are_refused_once_the_door_is_shut(door):
+    double = compiled(lambda x: x * 2)
+    double(torch.ones(3))
+    door.close()
+    with pytest.raises(Exception, match="no compile once training has begun|recompil"):
+        compiled(lambda x: x + 1)(torch.ones(3))
+    with pytest.raises(Exception, match="no compile once training has begun|recompil"):
+        double(torch.ones(4))
+
+
+def test_the_door_is_shut_in_another_thread_and_in_a_backward_too(door):
+    door.close()
+    errors = in_thread(lambda: compiled(lambda x: x + 1)(torch.ones(3)))
+    assert errors and ("stranger" in str(errors[0]) or "recompil" in str(errors[0]))
+
+    class Late(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return compiled(lambda g: g * 3)(gradient)
+
+    x = torch.ones(3, requires_grad=True)
+    errors = in_thread(lambda: Late.apply(x).sum().backward())
+    assert errors and x.grad is None
+
+
+def test_a_compile_still_running_when_the_door_shuts_is_named_by_its_thread(door):
+    inside, go = threading.Event(), threading.Event()
+
+    def backend(module, inputs):
+        inside.set()
+        go.wait(60)
+        return module.forward
+
+    slow = torch.compile(lambda x: x + 1, backend=backend)
+    thread = threading.Thread(target=lambda: slow(torch.ones(3)), name="slow compiler")
+    thread.start()
+    assert inside.wait(60)
+    with pytest.raises(CaptureError, match="slow compiler"):
+        door.close()
+    assert not door.shut
+    go.set()
+    thread.join(60)
+    door.close()
+    assert door.shut
+
+
+def test_unfused_flex_attention_is_an_error_once_the_door_is_shut(door):
+    from torch.nn.attention.flex_attention import flex_attention
+
+    door.close()
+    q = torch.randn(1, 1, 16, 16)
+    with pytest.raises(Exception, match="without torch.compile|no compile once training"):
+        flex_attention(q, q, q)
+
+
+def test_an_open_door_lets_compiles_through_again(door):
+    door.close()
+    door.open()
+    assert torch.equal(compiled(lambda x: x - 1)(torch.ones(2)), torch.zeros(2))
+
+
+def test_the_census_finds_a_tensor_that_moved_or_vanished_and_accepts_one_copied_in_place():
+    tensors = {"master": torch.zeros(8), "counter": torch.zeros(())}
+    census = Census(tensors)
+    tensors["master"].copy_(torch.ones(8))
+    census.check(tensors)
+    with pytest.raises(CaptureError, match="master.*another address"):
+        census.check({**tensors, "master": torch.zeros(8)})
+    with pytest.raises(CaptureError, match="counter.*nothing"):
+        census.check({"master": tensors["master"]})
+
+
+def test_the_audit_of_bits_accepts_equal_and_names_the_tensor_that_differs():
+    left = {"sums": torch.tensor([1.0, float("nan")]), "counter": torch.tensor(3)}
+    check_same_bits("512/80", left, {name: tensor.clone() for name, tensor in left.items()})
+    with pytest.raises(CaptureError, match="512/80.*sums"):
+        check_same_bits("512/80", left, {**left, "sums": torch.tensor([1.0 + 2**-23, float("nan")])})
