@@ -24,6 +24,7 @@ from graphcap.model import blocks
 from graphcap.model.drafter import Drafter, DrafterConfig, tapped_layers
 from graphcap.model.target import Target, device_and_dtype, find_mask_token, load_model, load_tokenizer
 from graphcap.ops.export import read_drafter
+from graphcap.versions import untested
 
 
 @dataclasses.dataclass
@@ -40,6 +41,7 @@ class TrainingRun:
     shapes: Shapes
     schedule: Schedule
     engine: Engine
+    settings: dict[str, str]  # the deterministic settings in force, for env.json
     position: int = 0
 
 
@@ -49,7 +51,7 @@ def build(recipe: Recipe, *, threads: int | None, say) -> TrainingRun:
     threads: CPU threads of the checkpoint that the run continues from, or None. say: called with each line for people.
     Raises: GraphcapError for what the user must mend.
     """
-    use_deterministic_math()
+    settings = use_deterministic_math()
     device, dtype = device_and_dtype(recipe.run.device, recipe.target.dtype)
     _set_threads(recipe, threads, say)
     begin = time.monotonic()
@@ -64,6 +66,8 @@ def build(recipe: Recipe, *, threads: int | None, say) -> TrainingRun:
         f"MASK is {mask_name}  ({time.monotonic() - begin:.0f} s)"
     )
 
+    if device.type == "cuda" and (warning := untested(torch.__version__)):
+        say(f"versions  {warning}")
     documents, held_out = _load_data(recipe, tokenizer, drafter_config.mask_token_id, say)
     shapes, schedule = _plan(recipe, documents, say)
     drafter = make_drafter(recipe, drafter_config)
@@ -89,6 +93,7 @@ def build(recipe: Recipe, *, threads: int | None, say) -> TrainingRun:
         shapes=shapes,
         schedule=schedule,
         engine=Engine(step, shapes.buckets),
+        settings=settings,
     )
 
 

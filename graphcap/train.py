@@ -22,6 +22,7 @@ from graphcap.eval import as_decoded, load_prompts, measure, stop_ids_of
 from graphcap.ops import checkpoint, report, runfolder
 from graphcap.ops.export import CONFIG, WEIGHTS, config_document, read_drafter, weight_tensors
 from graphcap.ops.progress import MetricsLog, Progress, quiet_libraries
+from graphcap.versions import environment
 
 STATE = "state.safetensors"
 POSITION = "state.json"
@@ -42,7 +43,7 @@ def train(recipe: Recipe, *, eager: bool = False, say=print) -> int:
     run.engine.prepare(eager=eager, say=say)
     if newest is not None:
         resume(run, newest, say)
-    runfolder.create(recipe, run.shapes.to_json())
+    runfolder.create(recipe, shapes_json=run.shapes.to_json(), environment=environment(run.settings))
     quiet_libraries(recipe.folder / "libraries.log")
     try:
         _loop(run, say=say)

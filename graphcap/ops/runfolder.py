@@ -38,11 +38,12 @@ def finished_result(recipe: Recipe) -> dict | None:
     return None
 
 
-def create(recipe: Recipe, shapes_json: str) -> None:
-    """Make the run's folder with its resolved recipe and its shapes; a result from before the schedule grew goes."""
+def create(recipe: Recipe, *, shapes_json: str, environment: dict) -> None:
+    """Make the run's folder with its resolved recipe, shapes and env.json; a result from before the schedule grew goes."""
     recipe.folder.mkdir(parents=True, exist_ok=True)
     (recipe.folder / RESULT).unlink(missing_ok=True)
     checkpoint.write_text(recipe.folder / "shapes.json", shapes_json)
+    checkpoint.write_json(recipe.folder / "env.json", environment)
     checkpoint.write_text(recipe.folder / "config.toml", recipes.to_toml(recipe))
 
 

@@ -1,0 +1,50 @@
+"""What ran on which versions: the environment of a run, and whether this torch has run on a GPU here before.
+
+Calls: train.py. Loads torch only inside `environment`.
+"""
+
+import platform
+from importlib import metadata
+
+from graphcap import __version__
+
+RAN_ON_GPU = ("2.11",)  # torch versions on which `pytest -m cuda` has run on a GPU
+RAN_ON_CPU = ("2.11", "2.13")
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "triton", "numpy")
+
+
+def environment(settings: dict[str, str]) -> dict:
+    """What env.json holds: versions, device and the deterministic settings. An allow-list: no variable, path, user or host."""
+    import torch
+
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    found = {
+        "graphcap": __version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "packages": versions,
+        "threads": torch.get_num_threads(),
+        "settings": settings,
+    }
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties(0)
+        found["gpu"] = {
+            "name": gpu.name,
+            "capability": f"{gpu.major}.{gpu.minor}",
+            "memory_bytes": gpu.total_memory,
+            "cuda": torch.version.cuda,
+        }
+    return found
+
+
+def untested(torch_version: str) -> str:
+    """One line if `torch_version` has not run on a GPU here, else nothing."""
+    release = ".".join(torch_version.split(".")[:2])
+    if release in RAN_ON_GPU:
+        return ""
+    return f"torch {release} has not run on a GPU with graphcap yet (ran: {', '.join(RAN_ON_GPU)}); the audit at start-up checks it"
