@@ -2,6 +2,7 @@
 
     python tools/bench_step.py                       # the four sizes of the table
     python tools/bench_step.py smol:1024:128 --updates 50
+    python tools/bench_step.py --start-up shapes/bench8.json      # q0.6b: compile and capture every bucket of a plan
 
 A step is one row: mask, drafter, head and loss, backward, accumulation, then one update with fp32 masters. Data is random,
 one document, no target forward: the features are copied into place. Before anything is timed, the audit has compared the
@@ -17,6 +18,7 @@ import time
 import numpy as np
 import torch
 
+from graphcap.data.planner import Shapes
 from graphcap.engine import Bucket, Engine
 from graphcap.engine.guard import use_deterministic_math
 from graphcap.engine.optimizer import Hyper
@@ -186,13 +188,36 @@ def bench(case: str, updates: int) -> dict:
     return result
 
 
+def start_up(path: str, size: str) -> dict:
+    """Seconds from the first compile to the last capture over the buckets of a shapes file, and the pool's growth."""
+    buckets = Shapes.load(path).buckets
+    engine = Engine(make_step(size, buckets[0].length), buckets)
+    begin = time.perf_counter()
+    engine.prepare(eager=False, say=lambda line: print(line, flush=True))
+    result = {
+        "case": f"start-up {path} {size}",
+        "prepare_s": time.perf_counter() - begin,
+        "compiles": engine.door.counts.before,
+        "warm_up_s": engine.start_up.warm_up_s,
+        "capture_s": engine.start_up.capture_s,
+        "pool_bytes": engine.start_up.pool_bytes,
+    }
+    engine.close()
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", default=list(CASES), help="SIZE:LENGTH:ANCHORS")
     parser.add_argument("--updates", type=int, default=50, help="timed steps")
+    parser.add_argument("--start-up", metavar="SHAPES", help="measure starting up with a plan's buckets instead")
+    parser.add_argument("--size", default="q0.6b", choices=SIZES, help="the drafter of --start-up")
     options = parser.parse_args()
     settings = use_deterministic_math()
     results = []
+    if options.start_up:
+        results.append(start_up(options.start_up, options.size))
+        options.cases = []
     print(
         f"{'case':<18}{'eager ms':>10}{'replay ms':>10}{'ratio':>7}{'floor ms':>9}{'× floor':>8}{'host µs':>9}{'nodes':>7}"
         f"{'no kernel':>10}{'peak GiB':>9}{'start s':>8}"
