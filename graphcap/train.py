@@ -97,7 +97,7 @@ class Record:
         self.begin = self.last_line = time.monotonic()
 
     def after(self, update: Update) -> None:
-        """Note an update. Every `progress.every` of them their metrics set out for the host; lines follow when they are there."""
+        """Note an update. Every `progress.every` of them metrics set out for the host; their lines follow on arrival."""
         self.pending.append(update)
         if self.fetched is not None and self.fetched[1].ready():
             self._write()

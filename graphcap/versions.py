@@ -47,4 +47,5 @@ def untested(torch_version: str) -> str:
     release = ".".join(torch_version.split(".")[:2])
     if release in RAN_ON_GPU:
         return ""
-    return f"torch {release} has not run on a GPU with graphcap yet (ran: {', '.join(RAN_ON_GPU)}); the audit at start-up checks it"
+    ran = ", ".join(RAN_ON_GPU)
+    return f"torch {release} has not run on a GPU with graphcap yet (ran: {ran}); the audit at start-up checks it"
