@@ -279,9 +279,13 @@ def _attach(handler: logging.Handler) -> None:
 
 
 def _take_off_the_terminal(logger: logging.Logger) -> None:
-    for handler in [handler for handler in logger.handlers if type(handler) is logging.StreamHandler]:  # files differ
+    for handler in [handler for handler in logger.handlers if handler is not _library_log and not _writes_a_file(handler)]:
         logger.removeHandler(handler)
         logger.propagate = True
+
+
+def _writes_a_file(handler: logging.Handler) -> bool:
+    return isinstance(handler, (logging.FileHandler, MemoryHandler))
 
 
 def silence_transformers() -> None:
