@@ -16,14 +16,15 @@ from graphcap.data.conversations import Document, load_documents
 from graphcap.data.packing import Schedule, num_anchors_of
 from graphcap.data.planner import Shapes, plan
 from graphcap.engine import Engine
+from graphcap.engine.evaluation import Evaluation, fitting
 from graphcap.engine.guard import use_deterministic_math
 from graphcap.engine.optimizer import Hyper
 from graphcap.engine.step import DrafterStep
 from graphcap.errors import ConfigError
 from graphcap.model import blocks
 from graphcap.model.drafter import Drafter, DrafterConfig, tapped_layers
-from graphcap.model.target import Target, device_and_dtype, find_mask_token, load_model, load_tokenizer
-from graphcap.ops.export import read_drafter
+from graphcap.model.target import Target, device_and_dtype, dtype_name, find_mask_token, load_model, load_tokenizer
+from graphcap.ops.export import check_fits, read_config, read_drafter
 from graphcap.versions import untested
 
 
@@ -38,6 +39,7 @@ class TrainingRun:
     drafter: Drafter
     documents: dict[int, Document]
     held_out: list[Document]
+    evaluation: Evaluation
     shapes: Shapes
     schedule: Schedule
     engine: Engine
@@ -45,31 +47,33 @@ class TrainingRun:
     position: int = 0
 
 
-def build(recipe: Recipe, *, threads: int | None, say) -> TrainingRun:
+def build(recipe: Recipe, *, continued: dict | None, say) -> TrainingRun:
     """Load target and data, plan the rows, make the drafter and allocate every buffer; writes nothing.
 
-    threads: CPU threads of the checkpoint that the run continues from, or None. say: called with each line for people.
-    Raises: GraphcapError for what the user must mend.
+    continued: the position (state.json) of the checkpoint that the run goes on from, or None. say: called with each line
+    for people. Raises: GraphcapError for what the user must mend.
     """
     settings = use_deterministic_math()
     device, dtype = device_and_dtype(recipe.run.device, recipe.target.dtype)
-    _set_threads(recipe, threads, say)
+    _set_threads(recipe, continued, say)
+    _check_same_machine(device, dtype, continued)
     begin = time.monotonic()
     where = {"revision": recipe.target.revision, "trust_remote_code": recipe.target.trust_remote_code}
     tokenizer = load_tokenizer(recipe.target.path, **where)
     model = load_model(recipe.target.path, dtype=dtype, device=device, **where)
     drafter_config, mask_name = configure_drafter(recipe, model, tokenizer)
     target = Target(model, drafter_config.target_layer_ids)
-    taps, where = list(drafter_config.target_layer_ids), f"{str(dtype).removeprefix('torch.')} on {device.type}"
+    taps, place = list(drafter_config.target_layer_ids), f"{dtype_name(dtype)} on {device.type}"
     say(
-        f"target    {recipe.target.path}: {_millions(model)} M parameters, {where}, layers {taps} tapped, "
+        f"target    {recipe.target.path}: {_millions(model)} M parameters, {place}, layers {taps} tapped, "
         f"MASK is {mask_name}  ({time.monotonic() - begin:.0f} s)"
     )
 
     if device.type == "cuda" and (warning := untested(torch.__version__)):
         say(f"versions  {warning}")
     documents, held_out = _load_data(recipe, tokenizer, drafter_config.mask_token_id, say)
-    shapes, schedule = _plan(recipe, documents, say)
+    shapes, schedule = _plan(recipe, documents, drafter_config.block_size, continued, say)
+    evaluation = Evaluation(fitting(held_out, shapes.buckets, count=recipe.eval.documents), shapes.buckets)
     drafter = make_drafter(recipe, drafter_config)
     drafter.checkpointing = recipe.drafter.checkpointing
     gamma = recipe.loss.gamma or blocks.default_gamma(drafter_config.block_size)
@@ -90,6 +94,7 @@ def build(recipe: Recipe, *, threads: int | None, say) -> TrainingRun:
         drafter=drafter,
         documents={document.id: document for document in documents},
         held_out=held_out,
+        evaluation=evaluation,
         shapes=shapes,
         schedule=schedule,
         engine=Engine(step, shapes.buckets),
@@ -97,21 +102,36 @@ def build(recipe: Recipe, *, threads: int | None, say) -> TrainingRun:
     )
 
 
-def _set_threads(recipe: Recipe, threads: int | None, say) -> None:
+def _set_threads(recipe: Recipe, continued: dict | None, say) -> None:
     """The recipe's CPU threads; a continued run keeps the number it began with, since sums depend on it."""
     if recipe.run.threads:
         torch.set_num_threads(recipe.run.threads)
-    if threads is not None and threads != torch.get_num_threads():
-        say(f"threads   {threads}, as this run began with (here {torch.get_num_threads()})")
-        torch.set_num_threads(threads)
+    if continued is not None and continued["threads"] != torch.get_num_threads():
+        say(f"threads   {continued['threads']}, as this run began with (here {torch.get_num_threads()})")
+        torch.set_num_threads(continued["threads"])
+
+
+def _check_same_machine(device: torch.device, dtype: torch.dtype, continued: dict | None) -> None:
+    """A run goes on on the kind of device and in the dtype it began with; `auto` may have meant another one there."""
+    if continued is None:
+        return
+    began, now = f"{continued['dtype']} on {continued['device']}", f"{dtype_name(dtype)} on {device.type}"
+    if began != now:
+        raise ConfigError(
+            "run",
+            "device and dtype",
+            expected=f"{began}, as it began",
+            got=now,
+            cause="other arithmetic gives other updates",
+            fix="continue it there, or start a new run with run.name=OTHER",
+        )
 
 
 def configure_drafter(recipe: Recipe, model, tokenizer) -> tuple[DrafterConfig, str]:
     """The drafter's sizes: the recipe's where it names them, else the target's; and what the MASK token is, in words."""
     text, wanted = model.config.get_text_config(), recipe.drafter
     if wanted.init:
-        loaded = read_drafter(Path(wanted.init), dtype=torch.float32, device=torch.device("cpu")).config
-        return loaded, f"token {loaded.mask_token_id}, as in {wanted.init}"
+        return _configured_as(recipe, model), f"the token of {wanted.init}"
     num_layers = text.num_hidden_layers
     embeddings = model.get_input_embeddings().weight.shape[0]
     mask_token_id, mask_name = find_mask_token(tokenizer, embeddings, name=wanted.mask_token)
@@ -133,6 +153,22 @@ def configure_drafter(recipe: Recipe, model, tokenizer) -> tuple[DrafterConfig, 
         target_layer_ids=wanted.target_layer_ids or tuple(tapped_layers(num_layers, wanted.num_tapped_layers)),
         num_target_layers=num_layers,
     ), f"{mask_name} (id {mask_token_id})"
+
+
+def _configured_as(recipe: Recipe, model) -> DrafterConfig:
+    """The config of `drafter.init`, if it fits the target and the recipe's own block size and layers."""
+    wanted, loaded = recipe.drafter, read_config(Path(recipe.drafter.init))
+    check_fits(loaded, model, folder=wanted.init)
+    for name in ("block_size", "num_layers"):
+        if getattr(wanted, name) != getattr(loaded, name):
+            raise ConfigError(
+                "recipe key",
+                f"drafter.{name}",
+                expected=f"{getattr(loaded, name)}, as in {wanted.init}",
+                got=str(getattr(wanted, name)),
+                fix=f"set drafter.{name}={getattr(loaded, name)}",
+            )
+    return loaded
 
 
 def rope_theta(text_config) -> float:
@@ -196,17 +232,19 @@ def _load_data(recipe: Recipe, tokenizer, mask_token_id: int, say) -> tuple[list
     return loaded["train"].documents, loaded["held_out"].documents
 
 
-def _plan(recipe: Recipe, documents: list[Document], say) -> tuple[Shapes, Schedule]:
-    """Buckets for these documents, and which rows every update has."""
+def _plan(recipe: Recipe, documents: list[Document], block_size: int, continued: dict | None, say) -> tuple[Shapes, Schedule]:
+    """Buckets for these documents, and which rows every update has. A continued run keeps the plan in its folder."""
     wanted = recipe.shapes
     lengths = np.array([len(document.token_ids) for document in documents])
     ids = [document.id for document in documents]
     anchors = np.array([num_anchors_of(document.loss_mask, density=wanted.anchor_density) for document in documents])
-    if wanted.plan == "auto":
+    if continued is not None:
+        shapes = Shapes.load(recipe.folder / "shapes.json")
+    elif wanted.plan == "auto":
         shapes = plan(
             lengths,
             anchors,
-            block_size=recipe.drafter.block_size,
+            block_size=block_size,
             anchor_density=wanted.anchor_density,
             row_length=wanted.row_length,
             max_buckets=wanted.max_buckets,
@@ -215,9 +253,7 @@ def _plan(recipe: Recipe, documents: list[Document], say) -> tuple[Shapes, Sched
         )
     else:
         shapes = Shapes.load(wanted.plan)
-    shapes.check(
-        lengths, anchors, block_size=recipe.drafter.block_size, anchor_density=wanted.anchor_density, window=wanted.window
-    )
+    shapes.check(lengths, anchors, block_size=block_size, anchor_density=wanted.anchor_density, window=wanted.window)
     largest = shapes.buckets[0].length
     rows_per_update = recipe.optimizer.rows_per_update or max(1, round(recipe.optimizer.tokens_per_update / largest))
     schedule = Schedule(

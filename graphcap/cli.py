@@ -118,7 +118,7 @@ def _train(options) -> int:
 
     finished = runfolder.finished_result(recipe)
     if finished is not None:
-        _say(f"{recipe.folder} has finished, so nothing is trained. Its table:\n\n{report.table(finished)}\n")
+        _say(f"{recipe.folder} has finished, so nothing is trained. Its table:\n\n{report.table(finished, recipe.folder)}\n")
         _say(f"to start afresh: graphcap train {options.recipe} run.name=OTHER, or remove {recipe.folder}")
         return 0
     quiet_libraries(None)

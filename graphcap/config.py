@@ -84,9 +84,7 @@ class Drafter:
     num_heads: int = key(0, "query heads; 0: as the target's", unit="heads", resume="same", low=0)
     num_kv_heads: int = key(0, "key and value heads; 0: as the target's", unit="heads", resume="same", low=0)
     head_dim: int = key(0, "head size; 0: as the target's", resume="same", low=0)
-    checkpointing: bool = key(
-        False, "gradient checkpointing: less memory, each layer's forward runs twice", resume="free"
-    )
+    checkpointing: bool = key(False, "gradient checkpointing: less memory, each layer's forward runs twice", resume="free")
     init: str = key("", "drafter folder to start from; empty: random weights", resume="same")
 
 
@@ -309,6 +307,10 @@ def _check(recipe: Recipe) -> None:
                 )
             if isinstance(value, float) and not abs(value) < float("inf"):
                 raise ConfigError("recipe key", where, expected="a finite number", got=repr(value), fix=f"give {meta['doc']}")
+            if where == "run.seed" and value >= 2**63:
+                raise ConfigError(
+                    "recipe key", where, expected="a whole number below 2^63", got=repr(value), fix="choose a smaller seed"
+                )
             if meta["low"] is not None and value < meta["low"] or meta["above"] is not None and not value > meta["above"]:
                 bound = f"at least {meta['low']}" if meta["low"] is not None else f"above {meta['above']}"
                 raise ConfigError(

@@ -11,17 +11,22 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from graphcap.config import Data as DataSection
+from graphcap.config import Eval as EvalSection
 from graphcap.config import Recipe, load_recipe
-from graphcap.data.conversations import read_conversations
+from graphcap.config import Target as TargetSection
+from graphcap.data.conversations import Document, load_documents, read_conversations
 from graphcap.engine.decoding import FixedSteps
+from graphcap.engine.guard import use_deterministic_math
 from graphcap.errors import ConfigError, DataError
 from graphcap.model.decode import Reply, decode_plain, decode_speculative, prompt_lookup_committed
 from graphcap.model.drafter import Drafter
 from graphcap.model.target import Target, device_and_dtype, load_model, load_tokenizer
 from graphcap.ops import checkpoint, report
-from graphcap.ops.export import WEIGHTS, read_drafter
+from graphcap.ops.export import WEIGHTS, check_fits, read_config, read_drafter
 
 TIE = 1e-4  # two largest logits closer than this: greedy decoding has no one right answer
 
@@ -35,13 +40,18 @@ class Prompts:
     max_new_tokens: int
 
 
-def load_prompts(paths: tuple[str, ...], tokenizer, *, count: int, max_new_tokens: int, stop_ids: set[int]) -> Prompts:
+def prompts_of(documents: list[Document], *, count: int) -> list[list[int]]:
+    """The first `count` documents up to their first supervised token: what the target is served, header included."""
+    return [d.token_ids[: int(np.argmax(d.loss_mask))].tolist() for d in documents[:count]]
+
+
+def load_prompts(paths: list[str], tokenizer, *, count: int, on_bad_line: str) -> list[list[int]]:
     """The first `count` conversations' text up to the first assistant turn, as the target is served it.
 
-    Raises: DataError if a file has none.
+    Raises: DataError if the files hold none.
     """
     prompts = []
-    for conversation in read_conversations(paths, on_bad_line="error", dropped=Counter()):
+    for conversation in read_conversations(paths, on_bad_line=on_bad_line, dropped=Counter()):
         roles = [message["role"] for message in conversation.messages]
         turn = roles.index("assistant") if "assistant" in roles else len(roles)
         if turn:
@@ -59,7 +69,7 @@ def load_prompts(paths: tuple[str, ...], tokenizer, *, count: int, max_new_token
             got="none",
             fix="give JSONL with messages that begin with a user turn",
         )
-    return Prompts(token_ids=prompts, stop_ids=stop_ids, max_new_tokens=max_new_tokens)
+    return prompts
 
 
 def stop_ids_of(model, tokenizer) -> set[int]:
@@ -129,11 +139,20 @@ def _decoder(target: Target, drafter: Drafter, prompts: Prompts):
             steps.close()
 
 
-def as_decoded(target: Target, dtype: str) -> torch.dtype:
-    """Convert the target, in place, to `eval.dtype`; returns the dtype it then has. Captured training must have ended."""
-    if dtype != "auto":
-        target.model.to(getattr(torch, dtype))
-    return target.head_VD.dtype
+def at_dtype(target: Target, recipe: Recipe) -> Target:
+    """The target in `eval.dtype`: itself where that is its dtype, else loaded again from its own files."""
+    dtype = target.head_VD.dtype if recipe.eval.dtype == "auto" else getattr(torch, recipe.eval.dtype)
+    if dtype == target.head_VD.dtype:
+        return target
+    section = recipe.target
+    model = load_model(
+        section.path,
+        revision=section.revision,
+        dtype=dtype,
+        device=target.head_VD.device,
+        trust_remote_code=section.trust_remote_code,
+    )
+    return Target(model, target.target_layer_ids)
 
 
 def _seconds_per_token(replies: list[Reply]) -> float:
@@ -198,33 +217,33 @@ def run_eval(folders: list[str], *, target_path: str | None, prompt_paths: list[
 def _measure_folder(
     weights: Path, recipe: Recipe | None, target_path: str | None, prompt_paths: list[str], settings: dict
 ) -> dict:
-    wanted = [recipe.eval.dtype, recipe.target.dtype] if recipe else []
-    dtype_name = next((name for name in wanted if name != "auto"), "auto")
-    device, dtype = device_and_dtype(recipe.run.device if recipe else "auto", dtype_name)
-    path = target_path or recipe.target.path
-    revision = "main" if target_path or recipe is None else recipe.target.revision
-    trust = bool(recipe and not target_path and recipe.target.trust_remote_code)
-    tokenizer = load_tokenizer(path, revision=revision, trust_remote_code=trust)
-    model = load_model(path, revision=revision, dtype=dtype, device=device, trust_remote_code=trust)
+    use_deterministic_math()
+    evaluation, data = recipe.eval if recipe else EvalSection(), recipe.data if recipe else DataSection()
+    own = TargetSection(path=target_path) if target_path else recipe.target
+    wanted = [evaluation.dtype, own.dtype]
+    dtype_wanted = next((name for name in wanted if name != "auto"), "auto")
+    device, dtype = device_and_dtype(recipe.run.device if recipe else "auto", dtype_wanted)
+    where = {"revision": own.revision, "trust_remote_code": own.trust_remote_code}
+    tokenizer = load_tokenizer(own.path, **where)
+    model = load_model(own.path, dtype=dtype, device=device, **where)
+    check_fits(read_config(weights), model, folder=weights)
     drafter = read_drafter(weights, dtype=dtype, device=device)
+    chosen = {name: settings[name] or getattr(evaluation, name) for name in settings}
+    if prompt_paths:
+        texts = load_prompts(prompt_paths, tokenizer, count=chosen["prompts"], on_bad_line=data.on_bad_line)
+    else:
+        limits = {"max_length": data.max_length, "on_long": data.on_long, "on_bad_line": data.on_bad_line}
+        texts = prompts_of(load_documents(data.held_out, tokenizer, **limits).documents, count=chosen["prompts"])
+    prompts = Prompts(token_ids=texts, stop_ids=stop_ids_of(model, tokenizer), max_new_tokens=chosen["max_new_tokens"])
     target = Target(model, drafter.config.target_layer_ids)
-    section = recipe.eval if recipe else None
-    chosen = {name: settings[name] or (getattr(section, name) if section else None) for name in settings}
-    prompts = load_prompts(
-        tuple(prompt_paths) or recipe.data.held_out,
-        tokenizer,
-        count=chosen["prompts"] or 32,
-        max_new_tokens=chosen["max_new_tokens"] or 128,
-        stop_ids=stop_ids_of(model, tokenizer),
-    )
-    result = measure(target, drafter, prompts, passes=chosen["passes"] or 3, before=None, say=lambda line: None)
+    result = measure(target, drafter, prompts, passes=chosen["passes"], before=None, say=lambda line: None)
     return {**result, "weights": str(weights)}
 
 
 def print_results(results: list[dict], *, as_json: bool) -> None:
     """Every result as a table under its folder, or all as one JSON document."""
     if as_json:
-        print(json.dumps(results, indent=1))
+        print(json.dumps(checkpoint.finite(results), indent=1, allow_nan=False))
         return
     for result in results:
         print(f"{result['folder']}\n{report.table(result)}\n")

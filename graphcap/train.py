@@ -14,11 +14,11 @@ from graphcap.build import TrainingRun, build, make_drafter
 from graphcap.config import Recipe
 from graphcap.data.loader import arrange
 from graphcap.data.packing import Update
-from graphcap.engine.evaluation import Evaluation, fitting
 from graphcap.engine.metrics import Fetch
 from graphcap.engine.step import RING
 from graphcap.errors import CheckpointError
-from graphcap.eval import as_decoded, load_prompts, measure, stop_ids_of
+from graphcap.eval import Prompts, at_dtype, measure, prompts_of, stop_ids_of
+from graphcap.model.target import dtype_name
 from graphcap.ops import checkpoint, report, runfolder
 from graphcap.ops.export import CONFIG, WEIGHTS, config_document, read_drafter, weight_tensors
 from graphcap.ops.progress import MetricsLog, Progress, quiet_libraries
@@ -37,20 +37,25 @@ def train(recipe: Recipe, *, eager: bool = False, say=print) -> int:
     newest, passed_over = checkpoint.newest(recipe.folder / "checkpoints")
     for line in passed_over:
         say(f"not used  {line}")
-    run = build(recipe, threads=checkpoint.load_document(newest, POSITION)["threads"] if newest else None, say=say)
-    if newest is None:
+    continued = checkpoint.load_document(newest, POSITION) if newest else None
+    run = build(recipe, continued=continued, say=say)
+    if continued is None:
         checkpoint.check_room(recipe.folder, (recipe.checkpoint.keep + 2) * checkpoint.needed_bytes(_tensors(run)))
-    run.engine.prepare(eager=eager, say=say)
-    if newest is not None:
-        resume(run, newest, say)
+    else:
+        check_position(run, newest, continued)
     runfolder.create(recipe, shapes_json=run.shapes.to_json(), environment=environment(run.settings))
     quiet_libraries(recipe.folder / "libraries.log")
     try:
+        run.engine.prepare(eager=eager, say=say)
+        if continued is not None:
+            resume(run, newest, continued, say)
         _loop(run, say=say)
+        for line in run.engine.summary():
+            say(f"engine    {line}")
     finally:
         run.engine.close()
     result = conclude(run, say=say)
-    say(f"\n{report.table(result)}\n")
+    say(f"\n{report.table(result, recipe.folder)}\n")
     say(f"decode with other settings: graphcap eval {recipe.folder} --prompts FILE.jsonl --max-new-tokens 256")
     return 0
 
@@ -58,7 +63,6 @@ def train(recipe: Recipe, *, eager: bool = False, say=print) -> int:
 def _loop(run: TrainingRun, *, say) -> None:
     """The training loop: fill, micro step, update, until the schedule ends."""
     recipe, engine, schedule = run.recipe, run.engine, run.schedule
-    evaluation = Evaluation(fitting(run.held_out, run.shapes.buckets, count=recipe.eval.documents), run.shapes.buckets)
     record = Record(run)
     say(f"training  {schedule.num_updates - run.position} updates")
     try:
@@ -71,7 +75,7 @@ def _loop(run: TrainingRun, *, say) -> None:
             record.after(update)
             last = run.position == schedule.num_updates
             if run.position % recipe.eval.every == 0 or last:
-                record.evaluated(evaluation.run(engine))
+                record.evaluate()
             if run.position % recipe.checkpoint.every == 0 or last:
                 record.save()
     finally:
@@ -132,12 +136,13 @@ class Record:
             self.progress.update(line)
         self.last_line = now
 
-    def evaluated(self, result: dict) -> None:
-        """Write and say an evaluation's result."""
+    def evaluate(self) -> None:
+        """Evaluate on the held-out documents; write and say the result."""
         self.flush()
-        update = self.run.position
+        begin, update = time.monotonic(), self.run.position
+        result = self.run.evaluation.run(self.run.engine)
         self.walked = (update, result["walked_estimate"])
-        self.metrics.append({"kind": "eval", "update": update, **result, "eval_s": time.monotonic() - self.last_line})
+        self.metrics.append({"kind": "eval", "update": update, **result, "eval_s": time.monotonic() - begin})
         self.progress.say(
             f"update {update:>6}  held-out loss {result['loss']:.3f}  block_match {result['block_match']:.2f}  "
             f"walked estimate {result['walked_estimate']:.2f}"
@@ -179,38 +184,35 @@ def _tensors(run: TrainingRun) -> dict[str, dict[str, torch.Tensor]]:
 
 def save(run: TrainingRun, score: float | None) -> Path:
     """Write a checkpoint: weights ready to export, optimizer state, and the position in the schedule."""
+    head = run.target.head_VD
+    epochs_begun = next(run.schedule.updates(run.position - 1)).epoch + 1
     state = {
         "update": run.position,
         "threads": torch.get_num_threads(),
+        "device": head.device.type,
+        "dtype": dtype_name(head.dtype),
         "torch": torch.__version__,
         "fingerprint": run.shapes.fingerprint,
-        "schedule": _epoch_hashes(run),
+        "schedule": [run.schedule.epoch_hash(epoch) for epoch in range(epochs_begun)],
+        "num_updates": run.schedule.num_updates,
     }
-    dtype = run.target.head_VD.dtype
     return checkpoint.save(
         run.folder / "checkpoints",
         run.position,
         tensors=_tensors(run),
         score=score,
         keep=run.recipe.checkpoint.keep,
-        documents={CONFIG: config_document(run.drafter.config, dtype), POSITION: state},
+        documents={CONFIG: config_document(run.drafter.config, head.dtype), POSITION: state},
     )
 
 
-def _epoch_hashes(run: TrainingRun) -> list[str]:
-    """The schedule's hash of every epoch begun so far; compared at resume."""
-    epochs = next((update.epoch + 1 for update in run.schedule.updates(run.position)), run.recipe.optimizer.epochs)
-    return [run.schedule.epoch_hash(epoch) for epoch in range(epochs)]
-
-
-def resume(run: TrainingRun, folder: Path, say) -> None:
-    """Continue from a complete checkpoint: state is copied in place, the position is the next update.
+def check_position(run: TrainingRun, folder: Path, continued: dict) -> None:
+    """The data and the schedule are those of the checkpoint, for every epoch it has begun.
 
     Raises: CheckpointError if the checkpoint was made from other data or another schedule.
     """
-    state = checkpoint.load_document(folder, POSITION)
-    run.position = state["update"]
-    if state["fingerprint"] != run.shapes.fingerprint or state["schedule"] != _epoch_hashes(run)[: len(state["schedule"])]:
+    hashes = [run.schedule.epoch_hash(epoch) for epoch in range(len(continued["schedule"]))]
+    if continued["fingerprint"] != run.shapes.fingerprint or continued["schedule"] != hashes:
         raise CheckpointError(
             "checkpoint",
             folder,
@@ -218,31 +220,40 @@ def resume(run: TrainingRun, folder: Path, say) -> None:
             got="other data or another schedule",
             fix="put the data files back, or start a new run with run.name=OTHER",
         )
+
+
+def resume(run: TrainingRun, folder: Path, continued: dict, say) -> None:
+    """Continue from a complete checkpoint: state is copied in place, the position is the next update."""
+    run.position = continued["update"]
     run.engine.step.state.load(checkpoint.load_tensors(folder, STATE))
     run.engine.check_addresses()
     say(f"resume    {folder.name}: {run.position} of {run.schedule.num_updates} updates are done")
+    if continued["num_updates"] != run.schedule.num_updates:
+        say(
+            f"schedule  grown from {continued['num_updates']} to {run.schedule.num_updates} updates: "
+            "the learning rate goes on along the longer curve"
+        )
 
 
 def conclude(run: TrainingRun, *, say) -> dict:
     """Decode the held-out prompts with the best checkpoint and write result.json."""
     recipe, folder = run.recipe, run.folder
-    weights = checkpoint.best(folder / "checkpoints")
     newest, _ = checkpoint.newest(folder / "checkpoints")
-    device, dtype = run.target.head_VD.device, as_decoded(run.target, recipe.eval.dtype)
+    weights = checkpoint.best(folder / "checkpoints") or newest
+    target = at_dtype(run.target, recipe)
+    device, dtype = target.head_VD.device, target.head_VD.dtype
     drafter = read_drafter(weights, dtype=dtype, device=device)
     untrained = make_drafter(recipe, drafter.config).to(device=device, dtype=dtype)
-    prompts = load_prompts(
-        recipe.data.held_out,
-        run.tokenizer,
-        count=recipe.eval.prompts,
+    prompts = Prompts(
+        token_ids=prompts_of(run.held_out, count=recipe.eval.prompts),
+        stop_ids=stop_ids_of(target.model, run.tokenizer),
         max_new_tokens=recipe.eval.max_new_tokens,
-        stop_ids=stop_ids_of(run.target.model, run.tokenizer),
     )
-    result = measure(run.target, drafter, prompts, passes=recipe.eval.passes, before=untrained, say=say)
+    result = measure(target, drafter, prompts, passes=recipe.eval.passes, before=untrained, say=say)
     result |= {
         "walked_estimate": checkpoint.read_manifest(weights)["score"],
-        "weights": str(weights),
-        "checkpoint": str(newest),
+        "weights": f"checkpoints/{weights.name}",
+        "checkpoint": f"checkpoints/{newest.name}",
         "schedule": runfolder.schedule_keys(recipe),
     }
     checkpoint.write_json(folder / runfolder.RESULT, result)

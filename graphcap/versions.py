@@ -9,7 +9,6 @@ from importlib import metadata
 from graphcap import __version__
 
 RAN_ON_GPU = ("2.11",)  # torch versions on which `pytest -m cuda` has run on a GPU
-RAN_ON_CPU = ("2.11", "2.13")
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "triton", "numpy")
 
 

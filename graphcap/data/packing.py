@@ -198,6 +198,7 @@ class Schedule:
         assert rows_per_update >= 1 and epochs >= 1 and max_updates >= 0, (rows_per_update, epochs, max_updates)
         self.shapes, self.seed, self.epochs = shapes, seed, epochs
         self.rows_per_update, self.max_updates = rows_per_update, max_updates
+        self._hashes: dict[int, str] = {}
         self._num_rows: dict[int, int] = {}  # rows of each epoch packed so far
         self._packed: dict[int, list[Row]] = {}  # the last epoch packed, whole
         check_fit(shapes.buckets[0], self._ids, self._lengths, self._anchor_counts)
@@ -236,10 +237,13 @@ class Schedule:
 
     def epoch_hash(self, epoch: int) -> str:
         """sha256 (hex) of the epoch's rows in order: buckets, documents and the borders between updates."""
+        if epoch in self._hashes:
+            return self._hashes[epoch]
         digest = hashlib.sha256(f"packing {PACKING_VERSION}, {self.rows_per_update} rows an update\n".encode())
         for row in self._rows(epoch):
             digest.update(f"{row.bucket.name}: {' '.join(map(str, row.document_ids))}\n".encode())
-        return digest.hexdigest()
+        self._hashes[epoch] = digest.hexdigest()
+        return self._hashes[epoch]
 
     def _count(self, epoch: int) -> int:
         if epoch not in self._num_rows:

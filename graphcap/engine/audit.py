@@ -61,7 +61,7 @@ def audit_attention(
                 expected=f"attention's {quantity} within {TOLERANCE:.0%} of a dense reference",
                 got=f"{error:.0%}",
                 cause="the compiled attention kernel is wrong on this card",
-                fix="update torch and the driver, and report this with env.json",
+                fix="update torch and the driver, and report this with the versions it printed",
             )
 
 

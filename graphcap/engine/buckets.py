@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from graphcap.engine.capture import Capturer, Graph
-from graphcap.engine.guard import Census, Door, check_same_bits
+from graphcap.engine.guard import Census, Compiles, Door, bits_of, check_same_bits
 from graphcap.engine.slots import Buffer, Slot, Staging
 from graphcap.errors import ShapeError
 
@@ -57,6 +57,10 @@ class Step:
         """Forward only; returns tensors. A step without evaluation returns none."""
         return ()
 
+    def addressed(self) -> dict[str, Tensor]:
+        """Beside `state_tensors`, every tensor that a captured function reads and that outlives it."""
+        return {}
+
     def audit(self, bucket, slot: Slot) -> None:
         """Check what the step wants checked on its example in `slot`, before capture; raises if it is wrong."""
 
@@ -71,6 +75,7 @@ class StartUp:
     warm_up_s: dict[str, float] = field(default_factory=dict)
     capture_s: dict[str, float] = field(default_factory=dict)
     pool_bytes: dict[str, int] = field(default_factory=dict)
+    compiles: Compiles = field(default_factory=Compiles)
 
 
 class Engine:
@@ -79,14 +84,15 @@ class Engine:
     def __init__(self, step: Step, buckets: tuple) -> None:
         self.step = step
         on_gpu = step.device.type == "cuda"
-        self.stream = torch.cuda.current_stream() if on_gpu else None
         largest = max(Slot(b.name, step.buffers(b), torch.device("meta")).flat.numel() for b in buckets)
         staging = Staging(largest, step.device) if on_gpu else None
         self.slots = {b: Slot(b.name, step.buffers(b), step.device, staging) for b in buckets}
         self.door: Door | None = None
         self.start_up = StartUp()
         self._capturer: Capturer | None = None
+        self._stream_before: torch.cuda.Stream | None = None
         self._census: Census | None = None
+        # What a call launches: the step's function itself, or, once captured, the replay of its graph.
         self._micro = {b: functools.partial(step.micro, slot) for b, slot in self.slots.items()}
         self._evaluate = {b: functools.partial(step.evaluate, slot) for b, slot in self.slots.items()}
         self._update = step.update
@@ -100,9 +106,11 @@ class Engine:
         if self.step.device.type != "cuda":
             return
         self.door = Door()
+        self.start_up.compiles = self.door.counts
         self._capturer = Capturer(self.step.device)
-        self.stream = self._capturer.stream
-        torch.cuda.set_stream(self.stream)
+        self._stream_before = torch.cuda.current_stream()
+        self._capturer.stream.wait_stream(self._stream_before)
+        torch.cuda.set_stream(self._capturer.stream)
         for bucket in self.slots:
             begin = time.perf_counter()
             self.step.reset()
@@ -140,15 +148,28 @@ class Engine:
     def addressed(self) -> dict[str, Tensor]:
         """Every tensor whose address a graph holds and that outlives a step."""
         slots = {f"slot {slot.name}": slot.flat for slot in self.slots.values()}
-        return {**self.step.state_tensors(), **slots}
+        return {**self.step.state_tensors(), **self.step.addressed(), **slots}
 
     def check_addresses(self) -> None:
         """Raises: CaptureError if anything a graph reads or writes has moved, for example after a load."""
         if self._census is not None:
             self._census.check(self.addressed())
 
+    def summary(self) -> list[str]:
+        """Lines for people at the end of a run: what was compiled and captured, and what has been replayed since."""
+        if self._stream_before is None:
+            return []
+        compiles, start = self.start_up.compiles, self.start_up
+        graphs = self._capturer.graphs if self._capturer is not None else []
+        seconds = sum(start.warm_up_s.values()) + sum(start.capture_s.values())
+        lines = [f"buckets {len(self.slots)}, compiles {compiles.before} before training and {compiles.refused} refused after"]
+        if graphs:
+            pool = max(start.pool_bytes.values()) / 2**20
+            lines.append(f"graphs {len(graphs)}, replays {sum(graph.num_replays for graph in graphs):,}, pool {pool:,.0f} MiB")
+        return [*lines, f"start-up {seconds:.0f} s"]
+
     def close(self) -> None:
-        """Destroy the graphs and open the door. A second time does nothing."""
+        """Destroy the graphs, open the door and give the stream back. A second time does nothing."""
         if self._capturer is not None:
             torch.cuda.synchronize()
             self._micro = self._evaluate = {}
@@ -157,6 +178,10 @@ class Engine:
         if self.door is not None:
             self.door.remove()
             self.door = None
+        if self._stream_before is not None:
+            self._stream_before.wait_stream(torch.cuda.current_stream())
+            torch.cuda.set_stream(self._stream_before)
+            self._stream_before = None
 
     def _warm_up(self, bucket) -> None:
         self.fill(bucket, self.step.example(bucket))
@@ -166,12 +191,15 @@ class Engine:
             self._update()
         torch.cuda.synchronize()
 
-    def _audited(self, bucket) -> dict[str, Tensor]:
-        """Copies of the state after one micro step from the start on the bucket's example."""
+    def _audited(self, bucket) -> dict[str, int]:
+        """Checksums of what an evaluation, a micro step and an update from the start leave, on the bucket's example."""
         self.step.reset()
         self.fill(bucket, self.step.example(bucket))
+        bits = {f"evaluation {number}": bits_of(tensor) for number, tensor in enumerate(self.evaluate(bucket))}
         self.micro_step(bucket)
-        return {name: tensor.clone() for name, tensor in self.step.state_tensors().items()}
+        bits |= {f"{name} after a micro step": bits_of(tensor) for name, tensor in self.step.state_tensors().items()}
+        self.update()
+        return bits | {f"{name} after an update": bits_of(tensor) for name, tensor in self.step.state_tensors().items()}
 
     def _capture(self, say) -> None:
         """One graph per bucket and function, largest bucket first; then the update. From here on the calls replay."""

@@ -7,6 +7,8 @@ overwritten. The prompt's forward has the prompt's shape and is launched from Py
 Calls: eval.py. The same three steps, launched from Python, are model/decode.EagerSteps.
 """
 
+import functools
+
 import torch
 from einops import rearrange
 from torch import Tensor
@@ -70,10 +72,14 @@ class FixedSteps:
 
     def _capture(self, device: torch.device) -> None:
         self._capturer = Capturer(device)
+
+        def from_the_start(function) -> None:
+            self.length.zero_()
+            function()
+
         for name in ("_plain", "_draft", "_verify"):
             function = getattr(self, name)
-            self._capturer.warm_up(function)
-            self.length.zero_()
+            self._capturer.warm_up(functools.partial(from_the_start, function))
             setattr(self, name, self._capturer.capture(name.strip("_"), function).replay)
 
     def close(self) -> None:

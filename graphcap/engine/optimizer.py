@@ -49,6 +49,7 @@ class FlatState:
         self.counter = torch.zeros((), dtype=torch.int64, device=device)  # updates made, skipped ones counted
         self.sums = torch.zeros(size + num_statistics, dtype=torch.float32, device=device)
         self.gradients, self.statistics = self.sums[:size], self.sums[size:]
+        self.norms_P = torch.zeros(len(parameters), dtype=torch.float32, device=device)  # of the last update's summed gradients
         self.parameters = parameters
         self.gradient_views = [self.gradients[p].view(parameter.shape) for p, parameter in zip(places, parameters, strict=True)]
         self.master_views = [self.master[p].view(parameter.shape) for p, parameter in zip(places, parameters, strict=True)]
@@ -122,8 +123,8 @@ def apply_update(state: FlatState, weight_sum: Tensor, hyper: Hyper) -> dict[str
     Returns float32 [] tensors: grad_norm (of the mean's gradient, before clipping), learning_rate, empty, skipped.
     Capture: safe; no host read.
     """
-    norms_P = torch.stack(torch._foreach_norm(state.gradient_views))
-    norm = torch.linalg.vector_norm(norms_P) / weight_sum
+    state.norms_P.copy_(torch.stack(torch._foreach_norm(state.gradient_views)))
+    norm = torch.linalg.vector_norm(state.norms_P) / weight_sum
     empty = weight_sum == 0
     not_finite = ~torch.isfinite(norm)
     clip = (hyper.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graphcap.engine.optimizer import ALIGNMENT_BYTES
 from graphcap.errors import ShapeError
-
-ALIGNMENT_BYTES = 128
 
 
 @dataclass(frozen=True)
@@ -118,6 +117,7 @@ class Staging:
         self.copy_stream = torch.cuda.Stream(device)
         self.host = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(depth)]
         self.device = [torch.empty(size_bytes, dtype=torch.uint8, device=device) for _ in range(depth)]
+        self.copy_stream.wait_stream(torch.cuda.current_stream())
         self.arrived = [torch.cuda.Event() for _ in range(depth)]
         self.taken = [torch.cuda.Event() for _ in range(depth)]
         self._next = 0

@@ -56,18 +56,28 @@ class DrafterStep(Step):
         )
 
     def example(self, bucket) -> dict[str, np.ndarray]:
-        """A row of one document that fills the bucket, with anchors all over it."""
+        """A row like training's: three documents, a padded tail, anchors all over, a tenth of the slots unused."""
         draw = np.random.default_rng(bucket.length)
-        anchors = np.sort(draw.choice(bucket.length - 1, min(bucket.num_anchors, bucket.length - 1), replace=False))
+        length = bucket.length - bucket.length // 16
+        parts = [length // 2, length // 3, length - length // 2 - length // 3]
+        count = min(bucket.num_anchors - bucket.num_anchors // 10, length - 1)
         return {
-            "token_ids": draw.integers(0, self.target.head_VD.shape[0], bucket.length).astype(np.int32),
-            "position": np.arange(bucket.length, dtype=np.int32),
-            "supervised": np.ones(bucket.length, np.int32),
-            "anchors": anchors.astype(np.int32),
+            "token_ids": draw.integers(0, self.target.head_VD.shape[0], length).astype(np.int32),
+            "position": np.concatenate([np.arange(part) for part in parts]).astype(np.int32),
+            "supervised": (draw.random(length) < 0.9).astype(np.int32),
+            "anchors": np.sort(draw.choice(length - 1, count, replace=False)).astype(np.int32),
         }
 
     def state_tensors(self) -> dict[str, Tensor]:
         return {**self.state.tensors(), "weights": self.state.weights, "sums": self.state.sums, "ring": self.ring}
+
+    def addressed(self) -> dict[str, Tensor]:
+        """Beside the state, what a graph only reads: the loss weights, the drafter's views, the target's tensors."""
+        read = {f"drafter {name}": tensor for name, tensor in self.drafter.named_parameters()}
+        model = getattr(self.target, "model", None)
+        if model is not None:
+            read |= {f"target {name}": tensor for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+        return {"loss weights": self.decay_J, "norms": self.state.norms_P, **read}
 
     def reset(self) -> None:
         self.state.begin()
@@ -150,7 +160,9 @@ class DrafterStep(Step):
         embeddings_QD = self.target.embed(blocks.token_ids_Q)
         attention, scale = self.attention, self.drafter.scale
         hidden_QD = self.drafter(embeddings_QD, blocks.position_Q, context, lambda q, k, v: attention(q, k, v, mask, scale))
-        hidden_NKD = (hidden_QD if keep_graph else hidden_QD.detach()).unflatten(0, (-1, self.block_size))
+        if not keep_graph:
+            hidden_QD = hidden_QD.detach()
+        hidden_NKD = hidden_QD.unflatten(0, (-1, self.block_size))
         loss_sum, correct_M = head_loss(
             hidden_NKD[:, 1:].flatten(0, 1),
             self.target.head_VD,

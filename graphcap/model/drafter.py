@@ -7,7 +7,7 @@ are made once, by `context`: training makes them for a row, decoding keeps them 
 Calls: engine/step.py, model/decode.py. Source: z-lab/dflash 44947fb, dflash/model.py.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -69,9 +69,6 @@ class DrafterConfig:
             raise ConfigError(
                 "drafter key", "head_dim", expected="an even number", got=str(self.head_dim), fix="set drafter.head_dim"
             )
-
-    def to_dict(self) -> dict:
-        return {**asdict(self), "target_layer_ids": list(self.target_layer_ids)}
 
 
 def tapped_layers(num_target_layers: int, num_tapped: int) -> list[int]:

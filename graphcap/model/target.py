@@ -36,6 +36,11 @@ def device_and_dtype(device: str, dtype: str) -> tuple[torch.device, torch.dtype
     return torch.device(kind), getattr(torch, dtype)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "float32" for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
 def load_model(path: str, *, revision: str, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> nn.Module:
     """A causal language model of transformers, from a folder or a Hub name, frozen, in eval mode.
 
@@ -187,6 +192,7 @@ class Target:
         for place, layer_id in enumerate(self.target_layer_ids):
             decoder.layers[layer_id].register_forward_hook(self._tap(place))
         self._body = _first_layers(decoder, self.target_layer_ids[-1] + 1)
+        self._check_head()
 
     @property
     def num_features(self) -> int:
@@ -235,6 +241,28 @@ class Target:
             return out.logits[0].float(), self._sink_SF
         finally:
             self._sink_SF = None
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        """Refuse a target whose logits are not its last hidden states times its head: the drafter's would mean another thing.
+
+        A bias of the head, a logit scale and whatever else stands between are found by trying four tokens.
+        """
+        token_ids = torch.arange(4, device=self.head_VD.device)
+        position = token_ids[None]
+        caches = KeyValueCache(4), KeyValueCache(4)
+        hidden = self.model.get_decoder()(input_ids=position, position_ids=position, use_cache=False, attend=caches[0])
+        expected = (hidden.last_hidden_state[0] @ self.head_VD.T).float()
+        logits = self.extend(token_ids, caches[1])[0]
+        if (logits - expected).norm() > 0.01 * expected.norm() + 1e-6:
+            raise ConfigError(
+                "target",
+                self.model.config.model_type,
+                expected="logits that are its last hidden states times its head",
+                got="other logits",
+                cause="a bias, a scale or a cap stands between them",
+                fix="use a target without it",
+            )
 
     def _tap(self, place: int):
         part = slice(place * self.hidden_size, (place + 1) * self.hidden_size)

@@ -1,4 +1,4 @@
-"""A drafter as a folder in z-lab's format: config.json and model.safetensors, which transformers, SGLang and vLLM load.
+"""A drafter as a folder in z-lab's format: config.json and model.safetensors, which z-lab's own model class loads.
 
 The same two files lie in every checkpoint, so a checkpoint is ready to export. Reading is strict: missing, unexpected and
 misshapen tensors are errors that name them.
@@ -21,6 +21,7 @@ def config_document(config: DrafterConfig, dtype: torch.dtype) -> dict:
     """config.json of a drafter. `target_layer_ids` are 0-based outputs of decoder layers, which the file says."""
     return {
         "architectures": ["DFlashDraftModel"],
+        # Names a file that z-lab ships: without this key AutoModel would load a plain Qwen3 in silence.
         "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
         "model_type": "qwen3",
         "block_size": config.block_size,
@@ -157,6 +158,28 @@ def _config_of(folder: Path, document: dict, own: dict, block_size: int) -> Draf
             got=f"{error} missing",
             fix="take config.json from whoever trained the drafter",
         ) from error
+
+
+def check_fits(config: DrafterConfig, model, *, folder) -> None:
+    """Refuse a drafter of another target. model: of transformers.
+
+    Raises: CheckpointError naming the folder and every size that differs.
+    """
+    text = model.config.get_text_config()
+    sizes = {
+        "hidden_size": (config.hidden_size, text.hidden_size),
+        "num_target_layers": (config.num_target_layers, text.num_hidden_layers),
+        "vocab_size": (config.vocab_size, model.get_output_embeddings().weight.shape[0]),
+    }
+    wrong = [f"{name} {own} instead of {other}" for name, (own, other) in sizes.items() if own != other]
+    if wrong:
+        raise CheckpointError(
+            "drafter folder",
+            folder,
+            expected="a drafter of this target",
+            got="; ".join(wrong),
+            fix="give the target it was trained for, or a drafter trained for this one",
+        )
 
 
 def read_drafter(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Drafter:

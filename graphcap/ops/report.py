@@ -3,6 +3,8 @@
 Calls: eval.py. Loads no torch.
 """
 
+from pathlib import Path
+
 import numpy as np
 
 BOOTSTRAP_DRAWS = 2000
@@ -46,8 +48,14 @@ def distinct_4grams(replies: list[list[int]]) -> float:
     return distinct / total if total else float("nan")
 
 
-def table(result: dict) -> str:
-    """The final table of a run or of `graphcap eval`, as text."""
+def _number(value: float | None, form: str = ".2f") -> str:
+    """A number as text, or a dash where there is none: no verification was needed, or none was made."""
+    return "–" if value is None or value != value else format(value, form)
+
+
+def table(result: dict, folder: Path | None = None) -> str:
+    """The final table of a run or of `graphcap eval`, as text. folder: the run's, to which the result's paths are relative."""
+    at = (lambda path: str(folder / path)) if folder else str
     conditions = (
         f"{result['prompts']} held-out prompts · temperature 0 · at most {result['max_new_tokens']} new tokens · "
         f"{result['dtype']} on {result['device']}"
@@ -64,10 +72,10 @@ def table(result: dict) -> str:
     ):
         if name in result:
             row = result[name]
-            interval = f"{row['low']:.2f} … {row['high']:.2f}"
-            lines.append(f"  {label:<44}{row['tau']:>8.2f}{interval:>18}{row['mean']:>16.2f}")
+            interval = f"{_number(row['low'])} … {_number(row['high'])}"
+            lines.append(f"  {label:<44}{_number(row['tau']):>8}{interval:>18}{_number(row['mean']):>16}")
     if result.get("walked_estimate") is not None:
-        lines.append(f"  {'walked estimate on held-out text':<44}{result['walked_estimate']:>8.2f}")
+        lines.append(f"  {'walked estimate on held-out text':<44}{_number(result['walked_estimate']):>8}")
     lines += ["", f"tokens equal to plain greedy decoding           {_equality(result)}"]
     lines += [f"  {tie}" for tie in result["ties"] + result["differences"]]
     plain, drafted = result["plain_s_per_token"], result["speculative_s_per_token"]
@@ -75,15 +83,15 @@ def table(result: dict) -> str:
         f"seconds per token, plain                        {plain:.5f}",
         f"seconds per token, with the drafter             {drafted:.5f}  = {drafted / plain:.2f} × plain "
         f"(median of {result['passes']} passes)",
-        f"distinct 4-grams of the replies                 {result['distinct_4grams']:.2f}",
+        f"distinct 4-grams of the replies                 {_number(result['distinct_4grams'])}",
         "",
         "what limits them",
         *_limits(result),
         "",
-        f"weights, ready to export   {result['weights']}",
+        f"weights, ready to export   {at(result['weights'])}",
     ]
     if result.get("checkpoint"):
-        lines.append(f"checkpoint to resume from  {result['checkpoint']}")
+        lines.append(f"checkpoint to resume from  {at(result['checkpoint'])}")
     return "\n".join(lines)
 
 
@@ -98,12 +106,14 @@ def _equality(result: dict) -> str:
 
 def _limits(result: dict) -> list[str]:
     """One line for τ and one for speed, from what the decode measured."""
-    kept, tau = [1.0, *result["survival"]], result["after"]["tau"]
-    losses = [before - after for before, after in zip(kept, kept[1:], strict=False)]
-    worst = losses.index(max(losses)) + 1
-    shares = " ".join(f"{share:.2f}" for share in kept[1:])
-    verify, drafting = result["verify_cost"], result["draft_cost"]
+    verify, drafting = _number(result["verify_cost"]), _number(result["draft_cost"])
+    kept = [share for share in result["survival"] if share is not None and share == share]
+    if not kept:
+        return ["  nothing was drafted: every reply ended with its first token"]
+    losses = [before - after for before, after in zip([1.0, *kept], kept, strict=False)]
+    shares = " ".join(f"{share:.2f}" for share in kept)
+    most, tau = losses.index(max(losses)) + 1, _number(result["after"]["tau"])
     return [
-        f"  τ: the drafter; {shares} of verifications keep 1 … {len(kept) - 1} drafts, most end at draft {worst}",
-        f"  speed: a verification takes {verify:.2f} plain steps and its draft {drafting:.2f}, for {tau:.2f} tokens",
+        f"  τ: the drafter; {shares} of verifications keep 1 … {len(kept)} drafts, most end at draft {most}",
+        f"  speed: a verification takes {verify} plain steps and its draft {drafting}, for {tau} tokens",
     ]

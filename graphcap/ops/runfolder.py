@@ -4,6 +4,7 @@ Calls: cli.py, train.py.
 """
 
 import json
+from pathlib import Path
 
 from graphcap import config as recipes
 from graphcap.config import Recipe
@@ -16,35 +17,55 @@ RESULT = "result.json"
 def finished_result(recipe: Recipe) -> dict | None:
     """Check that the run's folder is this run's or free; returns the result if the run has finished. Writes nothing.
 
-    Raises: ConfigError if the folder belongs to another recipe, naming the keys that differ.
+    A folder without a complete checkpoint holds nothing worth keeping: any recipe may begin there.
+    Raises: ConfigError if the folder holds another recipe's run, naming the keys that differ, or files that are no run's.
     """
-    folder = recipe.folder
-    kept = folder / "config.toml"
-    if kept.is_file():
-        recipes.check_resume(recipes.load_recipe(kept), recipe)
-        result = folder / RESULT
-        if result.is_file():
-            document = json.loads(result.read_text(encoding="utf-8"))
-            if document["schedule"] == schedule_keys(recipe):
-                return document
-    elif folder.exists() and any(folder.iterdir()):
+    folder, kept = recipe.folder, recipe.folder / "config.toml"
+    if folder.exists() and not folder.is_dir():
+        raise _taken(folder, "a file")
+    if not kept.is_file():
+        if folder.exists() and any(not path.name.startswith(".") for path in folder.iterdir()):
+            raise _taken(folder, "a folder with other files")
+        return None
+    if checkpoint.newest(folder / "checkpoints")[0] is None:
+        return None
+    recipes.check_resume(recipes.load_recipe(kept), recipe)
+    try:
+        document = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+        return document if document["schedule"] == schedule_keys(recipe) else None
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            "run's folder",
-            folder,
-            expected="a run of graphcap or nothing",
-            got="a folder with other files",
-            fix="choose another run.name or run.out",
-        )
-    return None
+            "result",
+            folder / RESULT,
+            expected="the result of a finished run",
+            got=f"{type(error).__name__}: {error}",
+            fix="remove the file and give the same command again: it decodes once more",
+        ) from error
+
+
+def _taken(folder: Path, got: str) -> ConfigError:
+    return ConfigError(
+        "run's folder", folder, expected="a run of graphcap or nothing", got=got, fix="choose another run.name or run.out"
+    )
 
 
 def create(recipe: Recipe, *, shapes_json: str, environment: dict) -> None:
-    """Make the run's folder with its resolved recipe, shapes and env.json; a result from before the schedule grew goes."""
-    recipe.folder.mkdir(parents=True, exist_ok=True)
-    (recipe.folder / RESULT).unlink(missing_ok=True)
-    checkpoint.write_text(recipe.folder / "shapes.json", shapes_json)
-    checkpoint.write_json(recipe.folder / "env.json", environment)
-    checkpoint.write_text(recipe.folder / "config.toml", recipes.to_toml(recipe))
+    """Make the run's folder with its resolved recipe, shapes and env.json; a result from before the schedule grew goes.
+
+    Raises: ConfigError if the folder cannot be made.
+    """
+    try:
+        recipe.folder.mkdir(parents=True, exist_ok=True)
+        checkpoint.write_text(recipe.folder / "config.toml", recipes.to_toml(recipe))  # first: it makes the folder a run's
+        (recipe.folder / RESULT).unlink(missing_ok=True)
+        checkpoint.write_text(recipe.folder / "shapes.json", shapes_json)
+        checkpoint.write_json(recipe.folder / "env.json", environment)
+    except OSError as error:
+        raise ConfigError(
+            "run's folder", recipe.folder, expected="a folder that can be written", got=str(error), fix="choose another run.out"
+        ) from error
 
 
 def schedule_keys(recipe: Recipe) -> list[int]:

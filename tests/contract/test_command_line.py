@@ -11,6 +11,7 @@ import pytest
 
 from graphcap import config
 from graphcap.cli import main
+from graphcap.ops import checkpoint
 
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "runs" / "tiny.toml")
@@ -110,7 +111,7 @@ def test_the_folder_of_something_else_and_a_changed_recipe_are_refused(tmp_path,
     assert main(["train", TINY, f"run.out={tmp_path}"]) == 2
     assert "a folder with other files" in capsys.readouterr().err
     recipe = config.load_recipe(TINY, [f"run.out={tmp_path}", "run.name=other"])
-    recipe.folder.mkdir()
+    checkpoint.save(recipe.folder / "checkpoints", 1, tensors={}, documents={"state.json": {}}, score=None, keep=1)
     (recipe.folder / "config.toml").write_text(config.to_toml(recipe))
     assert main(["train", TINY, f"run.out={tmp_path}", "run.name=other", "optimizer.learning_rate=0.1", "run.seed=5"]) == 2
     error = capsys.readouterr().err

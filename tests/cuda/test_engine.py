@@ -10,6 +10,7 @@ import torch
 
 from graphcap.data.planner import Bucket
 from graphcap.engine import Engine
+from graphcap.engine.guard import bits_of
 from graphcap.engine.optimizer import learning_rate
 from graphcap.errors import CaptureError, ShapeError
 from graphcap.model.target import Target
@@ -40,7 +41,6 @@ def engine():
 def eager(engine):
     """The same step launched from Python, sharing the captured engine's compiled functions and closed door."""
     twin = Engine(small_step(), BUCKETS)
-    twin.stream = engine.stream
     return twin
 
 
@@ -72,7 +72,7 @@ def run(engine: Engine, seed: int, *, updates: int = 20, rows: int = 3) -> list[
 
 
 def same(left: dict, right: dict) -> bool:
-    return all(torch.equal(torch.nan_to_num(left[name].double()), torch.nan_to_num(right[name].double())) for name in left)
+    return all(bits_of(left[name]) == bits_of(right[name]) for name in left)
 
 
 def test_interleaved_buckets_replayed_equal_the_eager_step_bit_for_bit(engine, eager):
@@ -280,7 +280,7 @@ def test_replays_driven_from_three_threads_never_change_a_number(engine):
     expected, wrong = engine.step.state.sums.clone(), []
 
     def drive():
-        torch.cuda.set_stream(engine.stream)
+        torch.cuda.set_stream(engine._capturer.stream)
         for _ in range(60):
             with lock:
                 engine.step.state.sums.zero_()
@@ -323,3 +323,21 @@ def test_loading_and_pinning_in_another_thread_does_not_disturb_replays(engine):
     finally:
         stop.set()
         thread.join()
+
+
+def test_captured_decoding_takes_the_eager_steps_over_prompts_of_different_lengths(engine):
+    from graphcap.engine.decoding import FixedSteps
+    from graphcap.model.decode import decode_plain, decode_speculative
+
+    model = tiny_model("qwen3", 5, head_dim=32).to(DEVICE)
+    target, drafter = Target(model, (0, 2)), random_drafter(6, head_dim=32, num_layers=2, block_size=8).to(DEVICE)
+    steps, rng = FixedSteps(target, drafter, max_length=96), random.Random(7)
+    for length in (1, 17, 40):
+        prompt = [rng.randrange(64) for _ in range(length)]
+        limits = {"max_new_tokens": 32, "stop_ids": {3}}
+        plain, fixed = decode_plain(target, prompt, **limits), decode_plain(target, prompt, steps=steps, **limits)
+        assert fixed.token_ids == plain.token_ids
+        eager = decode_speculative(target, drafter, prompt, **limits)
+        fixed = decode_speculative(target, drafter, prompt, steps=steps, **limits)
+        assert (fixed.token_ids, fixed.accepted) == (eager.token_ids, eager.accepted)
+    steps.close()

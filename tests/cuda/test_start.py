@@ -41,7 +41,7 @@ import gc
 try:
     engine.prepare(eager=False)
 except Exception as error:
-    print('FAILED', error, gc.isenabled(), torch.cuda.current_stream() == engine.stream)
+    print('FAILED', error, gc.isenabled(), torch.cuda.current_stream() == engine._capturer.stream)
 """
     done = program(body)
     assert "FAILED capture 'micro step 128/32'" in done.stdout, done.stdout + done.stderr

@@ -1,12 +1,13 @@
 """The door refuses compiles in every thread, the census finds a tensor that moved, and torch has every name we use."""
 
 import importlib
+import random
 import threading
 
 import pytest
 import torch
 
-from graphcap.engine.guard import TORCH_NAMES, Census, Door, check_same_bits
+from graphcap.engine.guard import TORCH_NAMES, Census, Door, bits_of, check_same_bits
 from graphcap.errors import CaptureError
 
 
@@ -138,8 +139,27 @@ def test_the_census_finds_a_tensor_that_moved_or_vanished_and_accepts_one_copied
         census.check({"master": tensors["master"]})
 
 
-def test_the_audit_of_bits_accepts_equal_and_names_the_tensor_that_differs():
-    left = {"sums": torch.tensor([1.0, float("nan")]), "counter": torch.tensor(3)}
-    check_same_bits("512/80", left, {name: tensor.clone() for name, tensor in left.items()})
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_a_checksum_of_bits_sees_one_flipped_bit_a_swap_and_nan_for_zero(dtype):
+    for size in (1, 7, 2048, 30_001):
+        tensor = torch.randint(0, 2, (size,)).to(dtype)
+        base = bits_of(tensor)
+        assert base == bits_of(tensor.clone())
+        place = random.randrange(size)
+        flipped = tensor.clone()
+        flipped.view(torch.uint8)[place * tensor.element_size()] ^= 1
+        assert bits_of(flipped) != base, f"size {size}, place {place}"
+        other = (place + 1) % size
+        if tensor[place] != tensor[other]:
+            swapped = tensor.clone()
+            swapped[[place, other]] = tensor[[other, place]]
+            assert bits_of(swapped) != base
+    assert bits_of(torch.tensor(float("nan"))) != bits_of(torch.tensor(0.0))
+    assert bits_of(torch.tensor(0.0)) != bits_of(torch.tensor(-0.0))
+
+
+def test_the_audit_of_bits_accepts_equal_and_names_bucket_and_tensor_that_differ():
+    left = {"sums": bits_of(torch.tensor([1.0, float("nan")])), "counter": bits_of(torch.tensor(3))}
+    check_same_bits("512/80", left, dict(left))
     with pytest.raises(CaptureError, match="512/80.*sums"):
-        check_same_bits("512/80", left, {**left, "sums": torch.tensor([1.0 + 2**-23, float("nan")])})
+        check_same_bits("512/80", left, {**left, "sums": bits_of(torch.tensor([1.0 + 2**-23, float("nan")]))})
