@@ -61,12 +61,14 @@ def _add_eval(verbs) -> None:
     evaluate.add_argument(
         "--prompts", action="append", default=[], metavar="FILE", help="JSONL of conversations; a run: its held-out ones"
     )
-    evaluate.add_argument("--num-prompts", type=_positive, metavar="N", help="how many prompts; a run: eval.prompts, else 32")
     evaluate.add_argument(
-        "--max-new-tokens", type=_positive, metavar="N", help="longest reply; a run: eval.max_new_tokens, else 128"
+        "--num-prompts", type=_positive, metavar="N", help="how many prompts; eval.prompts of the run or its default"
     )
     evaluate.add_argument(
-        "--passes", type=_positive, metavar="N", help="timed passes, the median counts; a run: eval.passes, else 3"
+        "--max-new-tokens", type=_positive, metavar="N", help="longest reply; eval.max_new_tokens of the run or its default"
+    )
+    evaluate.add_argument(
+        "--passes", type=_positive, metavar="N", help="timed passes, the median counts; eval.passes of the run or its default"
     )
     evaluate.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
     evaluate.set_defaults(run=_eval, parser=evaluate)
@@ -93,7 +95,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"graphcap: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("graphcap: stopped; the same command continues from the newest checkpoint", file=sys.stderr)
+        go_on = "; the same command continues from the newest checkpoint" if options.verb == "train" else ""
+        print(f"graphcap: stopped on request{go_on}", file=sys.stderr)
         return 3
 
 

@@ -28,7 +28,7 @@ from graphcap.model.target import Target, device_and_dtype, load_model, load_tok
 from graphcap.ops import checkpoint, report
 from graphcap.ops.export import WEIGHTS, check_fits, read_config, read_drafter
 
-TIE = 1e-4  # two largest logits closer than this: greedy decoding has no one right answer
+TIE = 1e-4  # two largest logits closer than this in float32: greedy decoding has no one right answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ def measure(target: Target, drafter: Drafter, prompts: Prompts, *, passes: int, 
         "distinct_4grams": report.distinct_4grams(texts),
         "survival": report.survival([reply.accepted for reply in drafted], drafter.config.block_size),
         **_costs(statistics.median(plain_s), statistics.median(drafted_s), drafted),
-        **compare(plain, drafted),
+        **compare(plain, drafted, tie=tie_of(target.head_VD.dtype)),
     }
     if before is not None:
         with _decoder(target, before, prompts) as decode:
@@ -168,7 +168,12 @@ def _costs(plain_s: float, drafted_s: float, drafted: list[Reply]) -> dict[str, 
     return {"draft_cost": whole * share, "verify_cost": whole * (1 - share)}
 
 
-def compare(plain: list[Reply], drafted: list[Reply]) -> dict:
+def tie_of(dtype: torch.dtype) -> float:
+    """How close the two largest logits may be for a difference to be a tie: TIE, or 32 steps of a coarser dtype."""
+    return max(TIE, 32 * torch.finfo(dtype).eps)
+
+
+def compare(plain: list[Reply], drafted: list[Reply], *, tie: float) -> dict:
     """How many replies are equal token for token; each first difference is a tie or a real difference, in words."""
     equal, ties, differences = 0, [], []
     for number, (left, right) in enumerate(zip(plain, drafted, strict=True)):
@@ -179,8 +184,8 @@ def compare(plain: list[Reply], drafted: list[Reply]) -> dict:
         place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left.token_ids), len(right.token_ids)))
         gap = left.gaps[place] if place < len(left.gaps) else float("inf")
         line = f"prompt {number}, token {place}: the two largest logits are {gap:.1e} apart"
-        (ties if gap <= TIE else differences).append(line)
-    return {"equal": equal, "ties": ties, "differences": differences}
+        (ties if gap <= tie else differences).append(line)
+    return {"equal": equal, "ties": ties, "differences": differences, "tie_below": tie}
 
 
 def run_eval(folders: list[str], *, target_path: str | None, prompt_paths: list[str], settings: dict) -> list[dict]:

@@ -98,7 +98,7 @@ def table(result: dict, folder: Path | None = None) -> str:
 def _equality(result: dict) -> str:
     text = f"{result['equal']} of {result['prompts']}"
     if result["ties"]:
-        text += f", {len(result['ties'])} a tie of the two largest logits (within 1e-4)"
+        text += f", {len(result['ties'])} a tie of the two largest logits (within {result['tie_below']:.0e})"
     if result["differences"]:
         text += f", {len(result['differences'])} DIFFERENT"
     return text

@@ -50,11 +50,13 @@ def undisturbed(conversations, tmp_path_factory) -> Path:
     return out / "run"
 
 
-def run_in_child(conversations: Path, out: Path, *, pause: tuple[int, str] | None, threads: int = 1) -> None:
+def run_in_child(
+    conversations: Path, out: Path, *, pause: tuple[int, str] | None, threads: int = 1, more: tuple[str, ...] = ()
+) -> None:
     """`graphcap train` in a forked child. pause: (update, phase) of the save at which the child is killed."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe()
-    child = context.Process(target=_child, args=(conversations, out, pause, there, threads))
+    child = context.Process(target=_child, args=(conversations, out, pause, there, threads, more))
     child.start()
     there.close()
     if pause is not None:
@@ -65,7 +67,7 @@ def run_in_child(conversations: Path, out: Path, *, pause: tuple[int, str] | Non
     assert child.exitcode == (0 if pause is None else -signal.SIGKILL), f"exit code {child.exitcode}"
 
 
-def _child(conversations: Path, out: Path, pause: tuple[int, str] | None, pipe, threads: int) -> None:
+def _child(conversations: Path, out: Path, pause: tuple[int, str] | None, pipe, threads: int, more: tuple[str, ...]) -> None:
     import torch
 
     from graphcap.cli import main
@@ -94,7 +96,7 @@ def _child(conversations: Path, out: Path, pause: tuple[int, str] | None, pipe, 
     data = [f"data.train={conversations}/train.jsonl", f"data.held_out={conversations}/held_out.jsonl", f"target.path={ASSETS}"]
     recipe = out / "run.toml"
     recipe.write_text("", encoding="utf-8")
-    os._exit(main(["train", str(recipe), *SETTINGS, *data, f"run.out={out}"]))
+    os._exit(main(["train", str(recipe), *SETTINGS, *data, f"run.out={out}", *more]))
 
 
 def state_of(run: Path) -> dict:
@@ -128,15 +130,16 @@ def test_killed_around_a_save_the_run_ends_bit_equal_with_each_update_once(conve
 def test_the_comparison_notices_another_seed(conversations, undisturbed, tmp_path):
     import torch
 
-    global SETTINGS
-    before, SETTINGS = SETTINGS, (*SETTINGS, "run.seed=1")
-    try:
-        run_in_child(conversations, tmp_path, pause=None)
-    finally:
-        SETTINGS = before
+    run_in_child(conversations, tmp_path, pause=None, more=("run.seed=1",))
     expected, got = state_of(undisturbed), state_of(tmp_path / "run")
     assert not torch.equal(expected["master"], got["master"])
     assert lines_of(tmp_path / "run") != lines_of(undisturbed)
+
+
+def test_a_finished_run_grows_by_more_updates_and_a_later_epoch(conversations, tmp_path):
+    run_in_child(conversations, tmp_path, pause=None, more=("optimizer.max_updates=2", "optimizer.epochs=1"))
+    run_in_child(conversations, tmp_path, pause=None, more=("optimizer.max_updates=6", "optimizer.epochs=3"))
+    assert [line["update"] for line in lines_of(tmp_path / "run") if line["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_run_continues_with_the_threads_it_began_with(conversations, undisturbed, tmp_path):

@@ -180,3 +180,14 @@ def test_a_truncated_weights_file_is_refused_by_name(folder):
     (path / WEIGHTS).write_bytes(data[: len(data) // 2])
     with pytest.raises(CheckpointError, match="model.safetensors"):
         read(path)
+
+
+def test_a_drafter_of_another_target_is_refused_by_every_size_that_differs():
+    from graphcap.ops.export import check_fits
+    from tests.toys import tiny_model
+
+    config = drafter_config()
+    model = tiny_model("llama", 1)
+    check_fits(config, model, folder="here")
+    with pytest.raises(CheckpointError, match="here.*hidden_size 32 instead of 64.*num_target_layers 4 instead of 5"):
+        check_fits(config, tiny_model("llama", 1, hidden_size=64, num_hidden_layers=5), folder="here")

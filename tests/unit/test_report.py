@@ -79,3 +79,37 @@ def test_distinct_4grams_are_counted_within_each_reply():
     assert distinct_4grams(replies) == pytest.approx(distinct / total)
     assert distinct_4grams([[1, 2, 3, 4, 5], [1, 2, 3, 4, 5]]) == 1  # the same text twice is no repetition of itself
     assert distinct_4grams([[7] * 11]) == 1 / 8 and math.isnan(distinct_4grams([[1, 2, 3]]))
+
+
+def test_a_table_without_verifications_shows_dashes_and_survives_json():
+    import json
+
+    from graphcap.ops.checkpoint import finite
+    from graphcap.ops.report import table
+
+    nothing = acceptance([[], []])
+    result = {
+        "prompts": 2,
+        "max_new_tokens": 1,
+        "dtype": "float32",
+        "device": "cpu",
+        "passes": 1,
+        "before": nothing,
+        "after": nothing,
+        "prompt_lookup": nothing,
+        "walked_estimate": None,
+        "equal": 2,
+        "ties": [],
+        "differences": [],
+        "plain_s_per_token": 0.001,
+        "speculative_s_per_token": 0.001,
+        "distinct_4grams": float("nan"),
+        "survival": [float("nan")],
+        "verify_cost": 0.0,
+        "draft_cost": 0.0,
+        "weights": "checkpoints/update-00000002",
+        "checkpoint": "checkpoints/update-00000002",
+    }
+    again = json.loads(json.dumps(finite(result), allow_nan=False))
+    assert table(again) == table(result)
+    assert "–" in table(result) and "nothing was drafted" in table(result)

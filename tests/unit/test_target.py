@@ -224,3 +224,12 @@ def test_the_mask_token_is_the_named_or_an_unused_row(tokenizer, name, expected)
 def test_a_mask_token_without_a_row_of_the_embedding_is_refused(tokenizer, name):
     with pytest.raises(ConfigError, match="mask_token"):
         find_mask_token(tokenizer, 2, name=name)
+
+
+def test_a_target_whose_logits_are_not_its_head_times_its_hidden_states_is_refused():
+    model = tiny_model("llama", 3)
+    Target(model, (0,))
+    head = model.get_output_embeddings()
+    head.bias = torch.nn.Parameter(torch.ones(VOCAB), requires_grad=False)
+    with pytest.raises(ConfigError, match="logits that are its last hidden states times its head"):
+        Target(model, (0,))
