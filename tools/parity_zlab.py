@@ -512,10 +512,8 @@ def run_job(run: Path | None, drafter: Path | None, target: str | None, conversa
         return load_model(target, revision="main", dtype=torch.float32, device=CPU, trust_remote_code=False)
 
     tokenizer = load_tokenizer(target, revision="main", trust_remote_code=False)
-    loaded = load_prompts(
-        paths, tokenizer, count=prompts, max_new_tokens=new_tokens, stop_ids=stop_ids_of(load_target(), tokenizer)
-    )
-    return Job(drafter, load_target, loaded.token_ids, loaded.stop_ids, new_tokens)
+    loaded = load_prompts(paths, tokenizer, count=prompts, on_bad_line="error")
+    return Job(drafter, load_target, loaded, stop_ids_of(load_target(), tokenizer), new_tokens)
 
 
 def quiet_transformers() -> None:

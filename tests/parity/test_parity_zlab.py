@@ -124,3 +124,14 @@ def test_the_comparison_sees_one_changed_number(field, decoded):
     getattr(theirs[3], field)[-1] += 1
     found = compare(decoded, theirs)
     assert found["equal"] == CASE_PROMPTS - 1 and [line.split(",")[0] for line in found["differences"]] == ["prompt 3"]
+
+
+def test_the_tool_finds_the_job_of_a_drafters_folder_beside_its_target(tmp_path):
+    """The tool itself cannot run here without a clone; what it takes from graphcap must still fit."""
+    from pathlib import Path
+
+    from tools.parity_zlab import run_job
+
+    tiny = Path(__file__).parents[2] / "graphcap" / "assets" / "tiny"
+    job = run_job(None, tmp_path, str(tiny), None, 3)
+    assert len(job.prompts) == 3 and all(job.prompts) and job.stop_ids
