@@ -1,45 +1,28 @@
-"""A step that is no drafter runs over two buckets on the engine: the README's last example, in one class."""
+"""A step that is no drafter runs over two buckets on the engine: the README's last example."""
+
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from graphcap.engine import Bucket, Buffer, Engine, Step
+from graphcap.engine import Bucket, Engine, Step
 
 
-class Regression(Step):
-    """Least squares by gradient descent on rows of x and y; a row may be shorter than its bucket."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.weight, self.gradient = torch.zeros(4, device=device), torch.zeros(4, device=device)
-
-    def buffers(self, bucket):
-        x = Buffer("x", bucket.length, pad_value=0.0, dtype=torch.float32, trailing=(4,))
-        return x, Buffer("y", bucket.length, pad_value=0.0, dtype=torch.float32)
-
-    def example(self, bucket):
-        return {"x": np.ones((bucket.length, 4), np.float32), "y": np.ones(bucket.length, np.float32)}
-
-    def micro(self, slot):
-        self.gradient += slot["x"].T @ (slot["x"] @ self.weight - slot["y"])
-
-    def update(self):
-        self.weight -= 0.02 * self.gradient
-        self.gradient.zero_()
-
-    def state_tensors(self):
-        return {"weight": self.weight, "gradient": self.gradient}
-
-    def reset(self):
-        self.weight.zero_()
-        self.gradient.zero_()
+def least_squares(device: torch.device) -> Step:
+    """The README's example, run as it stands there."""
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    code = text.split("```python\n")[1].split("```")[0]
+    assert len(code.splitlines()) <= 40
+    names: dict = {}
+    exec(code, names)  # noqa: S102 - our own README
+    return names["LeastSquares"](device)
 
 
 def fit(device: torch.device) -> torch.Tensor:
     """Train on rows of 5 to 16 points; the weight found."""
     buckets = (Bucket(16), Bucket(8))
-    engine = Engine(Regression(device), buckets)
+    engine = Engine(least_squares(device), buckets)
     engine.prepare(eager=False)
     rng, truth = np.random.default_rng(), np.array([1.0, -2.0, 0.5, 3.0], np.float32)
     for number in range(400):
