@@ -4,6 +4,7 @@ Exit codes: 0 finished, 2 something the user must mend, 3 stopped and can go on,
 """
 
 import argparse
+import os
 import sys
 
 from graphcap import __version__
@@ -75,14 +76,18 @@ def _add_eval(verbs) -> None:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("expected a whole number above 0")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got '{text}'")
+    return int(text)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a character must not end a run
+    # Threads that wait for each other give their core away sooner: else a machine with other load runs several times slower.
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     top = parser()
     options, rest = top.parse_known_args(arguments)
     if options.verb == "train" and not any(word.startswith("-") for word in rest):
@@ -98,6 +103,28 @@ def main(arguments: list[str] | None = None) -> int:
         go_on = "; the same command continues from the newest checkpoint" if options.verb == "train" else ""
         print(f"graphcap: stopped on request{go_on}", file=sys.stderr)
         return 3
+    except BrokenPipeError:
+        _give_up_output()
+        return 1
+    except OSError as error:
+        print(f"graphcap: {_of_the_file_system(error)}", file=sys.stderr)
+        return 1
+
+
+def _of_the_file_system(error: OSError) -> GraphcapError:
+    """A full disk, a missing right, a vanished folder, in the one form."""
+    return GraphcapError(
+        "file",
+        error.filename or "being written",
+        expected="a file system that takes it",
+        got=error.strerror or str(error),
+        fix="free space or mend the rights, then give the same command again: it continues from the newest checkpoint",
+    )
+
+
+def _give_up_output() -> None:
+    """Whoever read standard output is gone: what is printed from here on goes nowhere, and ends nothing."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _train(options) -> int:
@@ -132,7 +159,10 @@ def _train(options) -> int:
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:
+        _give_up_output()
 
 
 def _eval(options) -> int:

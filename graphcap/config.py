@@ -184,9 +184,11 @@ def load_recipe(path: str | Path, overrides: list[str] = ()) -> Recipe:
             "recipe", path, expected="a TOML file", got=got, fix="give the path of a recipe, for example runs/tiny.toml"
         )
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError("recipe", path, expected="TOML in UTF-8", got=str(error), fix="mend that line") from error
+        tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(
+            "recipe", path, expected="TOML in UTF-8", got=str(error), fix="mend that line or the file's rights"
+        ) from error
     return build_recipe(tables, overrides, source=str(path))
 
 
@@ -245,7 +247,7 @@ def _wrong(where: str, field: dataclasses.Field, got: object) -> ConfigError:
         where,
         expected=_type_name(field) + (f" in {unit}" if unit else ""),
         got=repr(got),
-        fix=f"give {field.metadata['doc']}",
+        fix=f"set {where} ({field.metadata['doc']})",
     )
 
 
@@ -298,23 +300,32 @@ def _check(recipe: Recipe) -> None:
                 f"{section.name}.{field.name}",
             )
             if value == REQUIRED:
-                raise ConfigError("recipe key", where, expected=_type_name(field), got="nothing", fix=f"give {meta['doc']}")
+                raise ConfigError(
+                    "recipe key", where, expected=_type_name(field), got="nothing", fix=f"set {where} ({meta['doc']})"
+                )
             if meta["choices"] and value not in meta["choices"]:
                 near = difflib.get_close_matches(str(value), meta["choices"], n=1)
-                fix = f"did you mean '{near[0]}'?" if near else f"give {meta['doc']}"
+                fix = f"did you mean '{near[0]}'?" if near else f"set {where} ({meta['doc']})"
                 raise ConfigError(
                     "recipe key", where, expected=f"one of {', '.join(meta['choices'])}", got=repr(value), fix=fix
                 )
             if isinstance(value, float) and not abs(value) < float("inf"):
-                raise ConfigError("recipe key", where, expected="a finite number", got=repr(value), fix=f"give {meta['doc']}")
-            if where == "run.seed" and value >= 2**63:
                 raise ConfigError(
-                    "recipe key", where, expected="a whole number below 2^63", got=repr(value), fix="choose a smaller seed"
+                    "recipe key", where, expected="a finite number", got=repr(value), fix=f"set {where} ({meta['doc']})"
+                )
+            if type(value) is int and not value < (1024 if where == "run.threads" else 2**63):
+                bound = "at most 1023" if where == "run.threads" else "below 2^63"
+                raise ConfigError(
+                    "recipe key", where, expected=f"a whole number {bound}", got=repr(value), fix=f"set {where} lower"
                 )
             if meta["low"] is not None and value < meta["low"] or meta["above"] is not None and not value > meta["above"]:
                 bound = f"at least {meta['low']}" if meta["low"] is not None else f"above {meta['above']}"
                 raise ConfigError(
-                    "recipe key", where, expected=f"{_type_name(field)} {bound}", got=repr(value), fix=f"give {meta['doc']}"
+                    "recipe key",
+                    where,
+                    expected=f"{_type_name(field)} {bound}",
+                    got=repr(value),
+                    fix=f"set {where} ({meta['doc']})",
                 )
     _check_together(recipe)
 
@@ -329,10 +340,10 @@ def _check_together(recipe: Recipe) -> None:
                 got="nothing",
                 fix=f'write {name} = "conversations.jsonl" under [data]',
             )
-    if not recipe.run.name or Path(recipe.run.name).name != recipe.run.name or recipe.run.name in (".", ".."):
-        raise ConfigError(
-            "recipe key", "run.name", expected="a plain folder name", got=repr(recipe.run.name), fix="leave out slashes"
-        )
+    name = recipe.run.name
+    if Path(name).name != name or name in ("", ".", "..") or not name.isprintable() or len(name.encode()) > 200:
+        fix = "leave out slashes and control characters, and keep it under 200 bytes"
+        raise ConfigError("recipe key", "run.name", expected="a plain folder name", got=repr(name[:60]), fix=fix)
     for name in ("beta1", "beta2", "warmup_fraction"):
         value = getattr(recipe.optimizer, name)
         if not value < 1.0:

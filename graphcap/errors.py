@@ -14,7 +14,9 @@ class GraphcapError(Exception):
         """thing: what kind of thing is wrong ("recipe key"); name: which one; the rest fills the one sentence form."""
         self.thing, self.name, self.expected, self.got, self.cause, self.fix = thing, str(name), expected, got, cause, fix
         because = f"; {cause}" if cause else ""
-        super().__init__(f"{thing} '{name}': expected {expected}, got {got}{because}. Fix: {fix}.")
+        super().__init__(
+            f"{thing} '{name}': expected {expected}, got {got}{because}. Fix: {fix}{'' if fix.endswith('?') else '.'}"
+        )
 
 
 class UserError(GraphcapError, ValueError):

@@ -4,6 +4,7 @@ The loop asks the schedule for an update, fills a slot with each of its rows, la
 update. What a run is made of is made in build.py; what it leaves behind is its folder (ops/runfolder.py).
 """
 
+import shlex
 import time
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from graphcap.eval import Prompts, at_dtype, measure, prompts_of, stop_ids_of
 from graphcap.model.target import dtype_name
 from graphcap.ops import checkpoint, report, runfolder
 from graphcap.ops.export import CONFIG, WEIGHTS, config_document, read_drafter, weight_tensors
-from graphcap.ops.progress import MetricsLog, Progress, quiet_libraries
+from graphcap.ops.progress import MetricsLog, Progress, quiet_libraries, read_metrics
 from graphcap.versions import environment
 
 STATE = "state.safetensors"
@@ -43,28 +44,31 @@ def train(recipe: Recipe, *, eager: bool = False, say=print) -> int:
         checkpoint.check_room(recipe.folder, (recipe.checkpoint.keep + 2) * checkpoint.needed_bytes(_tensors(run)))
     else:
         check_position(run, newest, continued)
-    runfolder.create(recipe, shapes_json=run.shapes.to_json(), environment=environment(run.settings))
-    quiet_libraries(recipe.folder / "libraries.log")
-    try:
-        run.engine.prepare(eager=eager, say=say)
-        if continued is not None:
-            resume(run, newest, continued, say)
-        _loop(run, say=say)
-        for line in run.engine.summary():
-            say(f"engine    {line}")
-    finally:
-        run.engine.close()
-    result = conclude(run, say=say)
+    with runfolder.lock(recipe):
+        runfolder.create(recipe, shapes_json=run.shapes.to_json(), environment=environment(run.settings))
+        quiet_libraries(recipe.folder / "libraries.log")
+        try:
+            run.engine.prepare(eager=eager, say=say)
+            if continued is not None:
+                resume(run, newest, continued, say)
+            _loop(run, say=say)
+            for line in run.engine.summary():
+                say(f"engine    {line}")
+        finally:
+            run.engine.close()
+        result = conclude(run, say=say)
     say(f"\n{report.table(result, recipe.folder)}\n")
-    say(f"decode with other settings: graphcap eval {recipe.folder} --prompts FILE.jsonl --max-new-tokens 256")
+    say(
+        f"decode with other settings: graphcap eval {shlex.quote(str(recipe.folder))} --prompts FILE.jsonl --max-new-tokens 256"
+    )
     return 0
 
 
 def _loop(run: TrainingRun, *, say) -> None:
     """The training loop: fill, micro step, update, until the schedule ends."""
     recipe, engine, schedule = run.recipe, run.engine, run.schedule
-    record = Record(run)
     say(f"training  {schedule.num_updates - run.position} updates")
+    record = Record(run, say)
     try:
         for update in schedule.updates(run.position):
             for row in update.rows_of(rank=0):
@@ -90,10 +94,13 @@ def _arrays(run: TrainingRun, row, epoch: int) -> dict[str, np.ndarray]:
 class Record:
     """What the loop leaves behind: metrics lines, the bar, checkpoints. Metrics wait on the device until fetched."""
 
-    def __init__(self, run: TrainingRun) -> None:
+    def __init__(self, run: TrainingRun, say) -> None:
         self.run, self.pending = run, []
         self.metrics = MetricsLog(run.folder / "metrics.jsonl")
         self.metrics.cut(run.position)
+        found = sum(line["kind"] == "train" for line in read_metrics(run.folder / "metrics.jsonl"))
+        if found != run.position:
+            say(f"metrics   {found} of the {run.position} lines before this checkpoint are left; the others were lost")
         self.every = min(run.recipe.progress.every, RING)
         self.progress = Progress(run.schedule.num_updates, start=run.position)
         self.fetched: tuple[list[Update], Fetch] | None = None

@@ -76,7 +76,7 @@ def _no_target(path: str, error: Exception) -> ConfigError:
         expected="a causal language model of transformers with its tokenizer",
         got=f"'{path}' ({kind})",
         cause=first_line.rstrip("."),
-        fix="give the path of the target's folder",
+        fix="give the path of the target's folder; a relative path begins in the folder that graphcap runs in",
     )
 
 

@@ -75,9 +75,17 @@ def read_config(folder: Path) -> DrafterConfig:
             got=f"{type(error).__name__}: {error}",
             fix="give a run of graphcap or a folder in z-lab's format",
         ) from error
-    own = document.get("dflash_config") or {}
+    own = document.get("dflash_config") or {} if isinstance(document, dict) else None
+    if not isinstance(own, dict):
+        raise CheckpointError(
+            "drafter folder",
+            folder,
+            expected=f"objects of keys in {CONFIG}",
+            got="something else",
+            fix="take config.json from whoever trained the drafter",
+        )
     sizes = {own.get("block_size"), document.get("block_size")} - {None}
-    if len(sizes) != 1:
+    if len(sizes) != 1 or not all(type(size) is int for size in sizes):
         got = "none" if not sizes else " and ".join(map(str, sorted(sizes)))
         raise CheckpointError("drafter folder", folder, expected="one block_size", got=got, fix=f"mend block_size in {CONFIG}")
     for key in ("target_layer_ids", "mask_token_id"):

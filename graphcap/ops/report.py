@@ -110,6 +110,8 @@ def _limits(result: dict) -> list[str]:
     kept = [share for share in result["survival"] if share is not None and share == share]
     if not kept:
         return ["  nothing was drafted: every reply ended with its first token"]
+    if kept[0] < 0.01:
+        return ["  τ: the drafter drafts nothing right: training was too short, or it diverged (see the losses above)"]
     losses = [before - after for before, after in zip([1.0, *kept], kept, strict=False)]
     shares = " ".join(f"{share:.2f}" for share in kept)
     most, tau = losses.index(max(losses)) + 1, _number(result["after"]["tau"])

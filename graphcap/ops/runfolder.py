@@ -3,6 +3,7 @@
 Calls: cli.py, train.py.
 """
 
+import fcntl
 import json
 from pathlib import Path
 
@@ -52,22 +53,47 @@ def _taken(folder: Path, got: str) -> ConfigError:
 
 
 def create(recipe: Recipe, *, shapes_json: str, environment: dict) -> None:
-    """Make the run's folder with its resolved recipe, shapes and env.json; a result from before the schedule grew goes.
+    """Write the resolved recipe, shapes and env.json into the run's folder; a result from before the schedule grew goes."""
+    checkpoint.write_text(recipe.folder / "config.toml", recipes.to_toml(recipe))  # first: it makes the folder a run's
+    (recipe.folder / RESULT).unlink(missing_ok=True)
+    checkpoint.write_text(recipe.folder / "shapes.json", shapes_json)
+    checkpoint.write_json(recipe.folder / "env.json", environment)
 
-    Raises: ConfigError if the folder cannot be made.
+
+def schedule_keys(recipe: Recipe) -> list:
+    """The keys that may change between two starts and that the result depends on: with the same ones nothing is left to do."""
+    evaluation = recipe.eval
+    return [
+        recipe.optimizer.epochs,
+        recipe.optimizer.max_updates,
+        evaluation.prompts,
+        evaluation.max_new_tokens,
+        evaluation.passes,
+        evaluation.dtype,
+    ]
+
+
+def lock(recipe: Recipe):
+    """Make the run's folder this process's own until the returned file is closed, or the process ends, however it ends.
+
+    Raises: ConfigError if another process holds it, or if the folder cannot be made.
     """
     try:
         recipe.folder.mkdir(parents=True, exist_ok=True)
-        checkpoint.write_text(recipe.folder / "config.toml", recipes.to_toml(recipe))  # first: it makes the folder a run's
-        (recipe.folder / RESULT).unlink(missing_ok=True)
-        checkpoint.write_text(recipe.folder / "shapes.json", shapes_json)
-        checkpoint.write_json(recipe.folder / "env.json", environment)
+        held = open(recipe.folder / ".lock", "w", encoding="utf-8")  # noqa: SIM115 - it stays open as long as the run
     except OSError as error:
         raise ConfigError(
             "run's folder", recipe.folder, expected="a folder that can be written", got=str(error), fix="choose another run.out"
         ) from error
-
-
-def schedule_keys(recipe: Recipe) -> list[int]:
-    """The keys that may grow: with the same values a finished run has nothing left to do."""
-    return [recipe.optimizer.epochs, recipe.optimizer.max_updates]
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        held.close()
+        raise ConfigError(
+            "run's folder",
+            recipe.folder,
+            expected="a folder that no other process trains in",
+            got="one that a process is training in",
+            fix="wait for it, or choose another run.name",
+        ) from error
+    return held

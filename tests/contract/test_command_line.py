@@ -1,6 +1,7 @@
 """The door: quick and light help, every key described, bad input refused in one form with nothing written."""
 
 import dataclasses
+import os
 import re
 import subprocess
 import sys
@@ -73,6 +74,14 @@ def test_help_of_a_recipe_prints_every_key_with_type_default_and_a_line(capsys):
         ([TINY, "epochs=2"], ["section.key=value"]),
         ([TINY, "drafter.target_layer_ids=2,2"], ["rising", "[2, 2]"]),
         ([TINY, "run.name=../x"], ["plain folder name"]),
+        ([TINY, "run.name=" + "x" * 300], ["plain folder name"]),
+        ([TINY, "run.name=a\0b"], ["plain folder name"]),
+        ([TINY, "run.threads=100000"], ["at most 1023"]),
+        ([TINY, "run.seed=36893488147419103232"], ["below 2^63"]),
+        ([TINY, "run.name=" + "x" * 300], ["plain folder name"]),
+        ([TINY, "run.name=a\0b"], ["plain folder name"]),
+        ([TINY, "run.threads=100000"], ["at most 1023"]),
+        ([TINY, "run.seed=36893488147419103232"], ["below 2^63"]),
         ([TINY, "checkpoint.every=30", "eval.every=20"], ["multiple or a divisor"]),
     ],
 )
@@ -133,3 +142,34 @@ def test_grow_keys_may_grow_and_free_keys_may_change_but_same_keys_may_not():
     for override in ("optimizer.epochs=1", "run.seed=1", "drafter.block_size=16"):
         with pytest.raises(config.ConfigError):
             config.check_resume(old, config.load_recipe(TINY, [override]))
+
+
+def test_a_recipe_with_a_byte_order_mark_and_windows_lines_is_read(tmp_path):
+    text = Path(TINY).read_text(encoding="utf-8").replace("\n", "\r\n")
+    (tmp_path / "tiny.toml").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert config.load_recipe(tmp_path / "tiny.toml") == config.load_recipe(TINY)
+
+
+def test_a_reader_that_goes_away_and_a_terminal_without_unicode_end_nothing(tmp_path):
+    code = "import sys\nfrom graphcap import cli\nfor n in range(3): cli._say('τ · …')\nsys.stderr.write('through')"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for more, command_line in (
+        ({"PYTHONIOENCODING": "ascii"}, f'{sys.executable} -c \'from graphcap.cli import main; main(["train", "x.toml"])\''),
+        ({}, f'{sys.executable} -c "{code}" | true'),
+    ):
+        done = subprocess.run(
+            ["bash", "-c", command_line], cwd=tmp_path, env=environment | more, capture_output=True, text=True, timeout=60
+        )
+        assert "Traceback" not in done.stderr and ("through" in done.stderr or "graphcap: recipe" in done.stderr), done.stderr
+
+
+def test_a_refusal_of_the_file_system_is_told_in_the_one_form(capsys, monkeypatch):
+    from graphcap import cli
+
+    def full(options):
+        raise OSError(28, "No space left on device", "runs/out/x/metrics.jsonl")
+
+    monkeypatch.setattr(cli, "_train", full)
+    assert main(["train", TINY]) == 1
+    error = capsys.readouterr().err
+    assert "file 'runs/out/x/metrics.jsonl'" in error and "No space left" in error and ". Fix: free space" in error

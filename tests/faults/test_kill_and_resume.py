@@ -152,6 +152,31 @@ def test_a_run_continues_with_the_threads_it_began_with(conversations, undisturb
     assert torch.equal(state_of(undisturbed)["master"], state_of(tmp_path / "run")["master"])
 
 
+def test_a_second_run_in_the_same_folder_is_refused_while_the_first_trains(conversations, undisturbed, tmp_path):
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+    first = context.Process(target=_child, args=(conversations, tmp_path, (2, "before"), there, 1, ()))
+    first.start()
+    there.close()
+    assert here.poll(90) and here.recv() == (2, "before")
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    second = context.Process(target=_child, args=(conversations, tmp_path, None, there, 1, ()))
+    second.start()
+    second.join(90)
+    assert second.exitcode == 2 and (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    os.kill(first.pid, signal.SIGKILL)  # a dead run holds nothing
+    first.join(90)
+    run_in_child(conversations, tmp_path, pause=None)
+    assert lines_of(tmp_path / "run") == lines_of(undisturbed)
+
+
+def test_lost_metrics_lines_are_said(conversations, tmp_path, capfd):
+    run_in_child(conversations, tmp_path, pause=(4, "after"))
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    run_in_child(conversations, tmp_path, pause=None)
+    assert "0 of the 4 lines before this checkpoint are left" in capfd.readouterr().out
+
+
 def test_the_newest_two_and_the_best_checkpoint_are_kept(undisturbed):
     from graphcap.ops import checkpoint
 

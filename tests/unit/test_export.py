@@ -191,3 +191,11 @@ def test_a_drafter_of_another_target_is_refused_by_every_size_that_differs():
     check_fits(config, model, folder="here")
     with pytest.raises(CheckpointError, match="here.*hidden_size 32 instead of 64.*num_target_layers 4 instead of 5"):
         check_fits(config, tiny_model("llama", 1, hidden_size=64, num_hidden_layers=5), folder="here")
+
+
+@pytest.mark.parametrize("damage", ["[]", '{"dflash_config": 3}', '{"block_size": "8", "dflash_config": {}}'])
+def test_a_config_of_the_wrong_kind_is_refused_in_the_one_form(folder, damage):
+    path, _ = folder
+    (path / CONFIG).write_text(damage)
+    with pytest.raises(CheckpointError, match="drafter folder"):
+        read(path)
