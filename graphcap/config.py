@@ -340,6 +340,16 @@ def _check_together(recipe: Recipe) -> None:
                 got="nothing",
                 fix=f'write {name} = "conversations.jsonl" under [data]',
             )
+    shared = sorted(set(recipe.data.train) & set(recipe.data.held_out))
+    if shared:
+        raise ConfigError(
+            "recipe key",
+            "data.held_out",
+            expected="files that are not trained on",
+            got=f"'{shared[0]}', which is in data.train too",
+            cause="every figure on held-out text would flatter the drafter",
+            fix="split the conversations into two files",
+        )
     name = recipe.run.name
     if Path(name).name != name or name in ("", ".", "..") or not name.isprintable() or len(name.encode()) > 200:
         fix = "leave out slashes and control characters, and keep it under 200 bytes"
