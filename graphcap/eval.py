@@ -24,7 +24,7 @@ from graphcap.engine.guard import use_deterministic_math
 from graphcap.errors import ConfigError, DataError
 from graphcap.model.decode import Reply, decode_plain, decode_speculative, prompt_lookup_committed
 from graphcap.model.drafter import Drafter
-from graphcap.model.target import Target, device_and_dtype, load_model, load_tokenizer
+from graphcap.model.target import Target, device_and_dtype, dtype_name, load_model, load_tokenizer
 from graphcap.ops import checkpoint, report
 from graphcap.ops.export import WEIGHTS, check_fits, read_config, read_drafter
 
@@ -102,7 +102,7 @@ def measure(target: Target, drafter: Drafter, prompts: Prompts, *, passes: int, 
         "prompts": len(texts),
         "max_new_tokens": prompts.max_new_tokens,
         "passes": passes,
-        "dtype": str(target.head_VD.dtype).removeprefix("torch."),
+        "dtype": dtype_name(target.head_VD.dtype),
         "device": target.head_VD.device.type,
         "after": report.acceptance([reply.committed for reply in drafted]),
         "prompt_lookup": report.acceptance(looked_up),

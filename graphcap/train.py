@@ -45,6 +45,7 @@ def train(recipe: Recipe, *, eager: bool = False, say=print) -> int:
     else:
         check_position(run, newest, continued)
     with runfolder.lock(recipe):
+        _check_still_newest(recipe.folder, newest)
         runfolder.create(recipe, shapes_json=run.shapes.to_json(), environment=environment(run.settings))
         quiet_libraries(recipe.folder / "libraries.log")
         try:
@@ -62,6 +63,23 @@ def train(recipe: Recipe, *, eager: bool = False, say=print) -> int:
         f"decode with other settings: graphcap eval {shlex.quote(str(recipe.folder))} --prompts FILE.jsonl --max-new-tokens 256"
     )
     return 0
+
+
+def _check_still_newest(folder: Path, newest: Path | None) -> None:
+    """Nobody trained here between reading the newest checkpoint and locking the folder: going on from it would cut their work.
+
+    Raises: CheckpointError if somebody did.
+    """
+    now = checkpoint.newest(folder / "checkpoints")[0]
+    if now != newest:
+        raise CheckpointError(
+            "run's folder",
+            folder,
+            expected=f"{newest.name if newest else 'no checkpoint'} as the newest, as when this process started",
+            got=now.name if now else "none",
+            cause="another process trained here meanwhile",
+            fix="give the same command again: it continues from there",
+        )
 
 
 def _loop(run: TrainingRun, *, say) -> None:
