@@ -20,28 +20,27 @@ NUM_SAMPLED = 64
 TOLERANCE = 0.05  # of a block's or tensor's norm: bf16 stays under 0.02, one key too many is far above in short contexts
 
 
-def audit_attention(
-    layer: Layer, blocks: Blocks, table_Q, attend, *, bucket_name: str, context_shape: tuple, scale: float
-) -> None:
+def audit_attention(layer: Layer, blocks: Blocks, table_Q, context, attend, *, bucket_name: str, scale: float) -> None:
     """Compare `layer`, as it is compiled and trained, with a dense float32 copy of it on sampled blocks.
 
-    table_Q: rotary table of the blocks. attend: the attention that training hands to the layer. context_shape: [G, T, C].
+    table_Q: rotary table of the blocks. context: keys and values [G, T, C]. attend: the attention that training hands to the
+    layer. All of them laid out in memory as in training, so that the layer needs no compile of its own here.
     Raises: CaptureError naming bucket and quantity, with the largest relative error.
     """
     device, group = table_Q[0].device, blocks.visibility.group
     sampled_R = _sample(blocks)
-    inputs = _inputs(layer, blocks, context_shape)
+    inputs = _states(layer, blocks), *context
     token_M = (sampled_R[:, None] * group + torch.arange(group, device=device)).flatten()
     incoming_MD = torch.randn(
         token_M.numel(), inputs[0].shape[1], generator=torch.Generator(device).manual_seed(1), device=device
     )
 
-    x, k, v = (tensor.clone().requires_grad_() for tensor in inputs)
+    x, k, v = (tensor.detach().requires_grad_() for tensor in inputs)
     out = layer(x, table_Q, (k, v), attend)
     gradient = torch.zeros_like(out).index_copy_(0, token_M, incoming_MD.to(out.dtype))
     dx, dk, dv = torch.autograd.grad(out, (x, k, v), gradient)
 
-    x32, k32, v32 = (tensor.float().requires_grad_() for tensor in (inputs[0][token_M], inputs[1], inputs[2]))
+    x32, k32, v32 = (tensor.detach().float().requires_grad_() for tensor in (inputs[0][token_M], *inputs[1:]))
     out32 = _reference(
         layer, x32, (k32, v32), tuple(part[token_M].float() for part in table_Q), blocks.visibility, sampled_R, scale
     )
@@ -72,12 +71,12 @@ def _sample(blocks: Blocks) -> Tensor:
     return torch.cat((used[:16], used[spread])).unique()
 
 
-def _inputs(layer: Layer, blocks: Blocks, context_shape: tuple) -> list[Tensor]:
-    """Random block states [Q, D] and context keys and values [G, T, C]; keys large enough to make attention choose."""
+def _states(layer: Layer, blocks: Blocks) -> Tensor:
+    """Random block states [Q, D]."""
     weight = layer.self_attn.q_proj.weight
     generator = torch.Generator(weight.device).manual_seed(0)
-    shapes = ((blocks.token_ids_Q.numel(), weight.shape[1]), context_shape, context_shape)
-    return [torch.randn(shape, generator=generator, device=weight.device).to(weight.dtype) for shape in shapes]
+    shape = blocks.token_ids_Q.numel(), weight.shape[1]
+    return torch.randn(shape, generator=generator, device=weight.device).to(weight.dtype)
 
 
 def _reference(layer: Layer, x_MD, context, table_M, visibility: Visibility, sampled_R, scale: float) -> Tensor:

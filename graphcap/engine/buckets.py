@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from graphcap.engine.capture import Capturer, Graph
-from graphcap.engine.guard import Census, Compiles, Door, bits_of, check_same_bits
+from graphcap.engine.guard import Census, Compiles, Door, bits_of, check_same_bits, refusing_dense_attention
 from graphcap.engine.slots import Buffer, Slot, Staging
 from graphcap.errors import ShapeError
 
@@ -114,7 +114,8 @@ class Engine:
         for bucket in self.slots:
             begin = time.perf_counter()
             self.step.reset()
-            self._warm_up(bucket)
+            with refusing_dense_attention(bucket.name):
+                self._warm_up(bucket)
             self.start_up.warm_up_s[bucket.name] = time.perf_counter() - begin
             say(f"compile   bucket {bucket.name}: {self.start_up.warm_up_s[bucket.name]:.1f} s")
             self.step.audit(bucket, self.slots[bucket])
@@ -203,7 +204,6 @@ class Engine:
 
     def _capture(self, say) -> None:
         """One graph per bucket and function, largest bucket first; then the update. From here on the calls replay."""
-        before = torch.cuda.memory_reserved()
         for bucket, slot in self.slots.items():
             begin = time.perf_counter()
             micro = self._captured(f"micro step {bucket.name}", functools.partial(self.step.micro, slot))
@@ -211,7 +211,7 @@ class Engine:
             self._micro[bucket] = micro.replay
             self._evaluate[bucket] = functools.partial(_replayed, evaluate)
             self.start_up.capture_s[bucket.name] = time.perf_counter() - begin
-            self.start_up.pool_bytes[bucket.name] = torch.cuda.memory_reserved() - before
+            self.start_up.pool_bytes[bucket.name] = self._capturer.pool_bytes()
             say(
                 f"capture   bucket {bucket.name}: {self.start_up.capture_s[bucket.name]:.2f} s, "
                 f"pool {self.start_up.pool_bytes[bucket.name] / 2**20:,.0f} MiB"

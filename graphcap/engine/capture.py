@@ -72,6 +72,11 @@ class Capturer:
         self.graphs.append(captured)
         return captured
 
+    def pool_bytes(self) -> int:
+        """Memory reserved for the pool: what all graphs captured so far share."""
+        segments = torch.cuda.memory_snapshot()
+        return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == tuple(self.pool))
+
     def close(self) -> None:
         """Destroy every graph; before process groups, whose communicators graphs may hold."""
         torch.cuda.synchronize(self.device)

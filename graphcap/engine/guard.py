@@ -1,12 +1,13 @@
-"""Guards around training: deterministic settings, the shut door, the census of addresses.
+"""Guards around training: deterministic settings, the door, the census of addresses.
 
-After warm-up the door shuts for the whole process: a compile in any thread is refused with our message, a recompile of a
-warmed-up function is an error, and flex attention outside a compiled function is one too. What a replay reads and writes
-must not move: the census compares addresses.
+While there is a door, flex attention outside a compiled function is an error. After warm-up the door shuts for the whole
+process: a compile in any thread is refused with our message, the recompile of a warmed-up function too. What a replay
+reads and writes must not move: the census compares addresses.
 
 Calls: engine/buckets.py, build.py, train.py.
 """
 
+import contextlib
 import os
 import threading
 import warnings
@@ -20,10 +21,10 @@ from graphcap.errors import CaptureError
 # Every private or changing name of torch that the engine uses, and the versions in which its source was read. A test
 # checks on the installed torch that each exists.
 TORCH_NAMES = (
-    ("torch.compiler.set_stance", "2.11 2.13"),
     ("torch._dynamo.callback.callback_handler.register_start_callback", "2.11 2.13"),
     ("torch._dynamo.callback.callback_handler.remove_start_callback", "2.11 2.13"),
     ("torch._dynamo.callback.callback_handler.register_end_callback", "2.11 2.13"),
+    ("torch._dynamo.exc.FailOnRecompileLimitHit", "2.11 2.13"),
     ("torch._dynamo.config.recompile_limit", "2.11 2.13"),
     ("torch._dynamo.config.accumulated_recompile_limit", "2.11 2.13"),
     ("torch._dynamo.config.fail_on_recompile_limit_hit", "2.11 2.13"),
@@ -40,6 +41,7 @@ TORCH_NAMES = (
     ("torch.cuda.graph", "2.11 2.13"),
     ("torch.cuda.CUDAGraph", "2.11 2.13"),
     ("torch.cuda.graph_pool_handle", "2.11 2.13"),
+    ("torch.cuda.memory_snapshot", "2.11 2.13"),
     ("torch._foreach_norm", "2.11 2.13"),
     ("torch._foreach_add_", "2.11 2.13"),
 )
@@ -80,48 +82,49 @@ class Compiles:
 
 
 class Door:
-    """Counts compiles while open; once shut, refuses every compile in every thread of the process."""
+    """Counts compiles while open; once shut, refuses every compile in every thread of the process.
+
+    torch's own stance "fail_on_recompile" is left alone: it would refuse first, and say neither why nor what to do.
+    """
 
     def __init__(self) -> None:
         from torch._dynamo.callback import callback_handler
+        from torch.nn.attention import flex_attention as flex
 
-        self.shut, self.counts, self._running = False, Compiles(), {}
-        self._before: tuple[bool, list] | None = None  # what shutting changed: the limit's flag and the warnings' filters
+        self.shut, self.counts = False, Compiles()
+        self._running: list[str] = []  # threads with a compile under way
+        self._limit_fails: bool | None = None  # torch's setting before the door shut
         self._lock = threading.Lock()
         callback_handler.register_start_callback(self._compile_starts)
-        callback_handler.register_end_callback(self._compile_ends)
+        callback_handler.register_end_callback(self._compiles_end)
+        self._filters = warnings.filters[:]
+        warnings.filterwarnings("error", message=UNFUSED)
+        flex._WARNINGS_SHOWN.discard("flex_attention_performance")
 
     def close(self) -> None:
         """Shut the door. Raises: CaptureError naming the thread if a compile is still running somewhere."""
         from torch._dynamo import config as dynamo_config
-        from torch.nn.attention import flex_attention as flex
 
         with self._lock:
-            running = sorted(set(self._running.values()))
-            if running:
+            if self._running:
                 raise CaptureError(
                     "thread",
-                    running[0],
+                    self._running[0],
                     expected="no compile under way when training begins",
                     got="a compile still running",
                     fix="let that thread finish, or start it after training; graphcap compiles only before update 1",
                 )
             self.shut = True
-        self._before = dynamo_config.fail_on_recompile_limit_hit, warnings.filters[:]
+        self._limit_fails = dynamo_config.fail_on_recompile_limit_hit
         dynamo_config.fail_on_recompile_limit_hit = True
-        torch.compiler.set_stance("fail_on_recompile")
-        warnings.filterwarnings("error", message=UNFUSED)
-        flex._WARNINGS_SHOWN.discard("flex_attention_performance")
 
     def open(self) -> None:
         """Let compiles through again: at the end of a run, and in tests."""
         from torch._dynamo import config as dynamo_config
 
         self.shut = False
-        torch.compiler.set_stance("default")
-        if self._before is not None:
-            dynamo_config.fail_on_recompile_limit_hit, warnings.filters[:] = self._before
-            self._before = None
+        if self._limit_fails is not None:
+            dynamo_config.fail_on_recompile_limit_hit, self._limit_fails = self._limit_fails, None
 
     def remove(self) -> None:
         """Open the door and take it out of the process."""
@@ -129,28 +132,63 @@ class Door:
 
         self.open()
         callback_handler.remove_start_callback(self._compile_starts)
-        callback_handler.remove_end_callback(self._compile_ends)
+        callback_handler.remove_end_callback(self._compiles_end)
+        warnings.filters[:] = self._filters
 
     def _compile_starts(self, arguments) -> None:
-        thread = threading.current_thread()
+        """Called by torch for the first of any compiles that overlap."""
+        thread = threading.current_thread().name
         with self._lock:
             if not self.shut:
                 self.counts.before += 1
-                self._running[thread.ident] = thread.name
+                self._running.append(thread)
                 return
             self.counts.refused += 1
         raise CaptureError(
             "compile",
-            f"{arguments.compile_id} in thread {thread.name}",
+            f"{arguments.compile_id} in thread {thread}",
             expected="no compile once training has begun",
             got="a new compile",
             cause="graphcap compiles everything before update 1",
             fix="compile it before training starts, or in another process",
         )
 
-    def _compile_ends(self, arguments) -> None:
+    def _compiles_end(self, arguments) -> None:
+        """Called by torch when no compile is left."""
         with self._lock:
-            self._running.pop(threading.current_thread().ident, None)
+            self._running.clear()
+
+
+@contextlib.contextmanager
+def refusing_dense_attention(bucket_name: str):
+    """Around a warm-up: attention that would run outside a fused kernel ends it, before it has allocated any scores.
+
+    Raises: CaptureError naming the bucket, for an uncompiled call and for a recompile limit that is reached.
+    """
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    try:
+        yield
+    except UserWarning as error:
+        if UNFUSED not in str(error):
+            raise
+        raise CaptureError(
+            "bucket",
+            bucket_name,
+            expected="attention in the fused kernel of a compiled function",
+            got="flex attention called without torch.compile",
+            cause="it would hold every score of the row in memory",
+            fix="call it through the object that graphcap.model.attention.attention_for gives",
+        ) from error
+    except FailOnRecompileLimitHit as error:
+        raise CaptureError(
+            "bucket",
+            bucket_name,
+            expected="a compiled function of its own for every bucket",
+            got="torch's recompile limit",
+            cause="beyond it torch would run the function uncompiled, attention with all its scores in memory",
+            fix="raise torch._dynamo.config.recompile_limit above the number of buckets and window sizes, or plan fewer",
+        ) from error
 
 
 class Census:

@@ -126,19 +126,27 @@ class DrafterStep(Step):
 
         Raises: CaptureError naming bucket and quantity.
         """
-        config = self.drafter.config
-        blocks = self._blocks(slot)
+        blocks, drafter, dtype = self._blocks(slot), self.drafter, self.target.head_VD.dtype
+        generator = torch.Generator(self.device).manual_seed(0)
+        features_TF = torch.randn(bucket.length, self.target.num_features, generator=generator, device=self.device).to(dtype)
+        audit_attention(
+            drafter.layers[0],
+            blocks,
+            drafter.table(blocks.position_Q, dtype),
+            drafter.context(features_TF, slot["position"])[0],
+            self._attend(blocks),
+            bucket_name=bucket.name,
+            scale=drafter.scale,
+        )
+
+    def _attend(self, blocks: Blocks):
+        """Attention over [context | blocks] under the blocks' mask, as the drafter's layers call it.
+
+        Made here alone: a layer is compiled once for one such function, and what is audited is what trains.
+        """
         mask = self.attention.mask(blocks.visibility, blocks.token_ids_Q.numel())
         attention, scale = self.attention, self.drafter.scale
-        audit_attention(
-            self.drafter.layers[0],
-            blocks,
-            self.drafter.table(blocks.position_Q, self.target.head_VD.dtype),
-            lambda q, k, v: attention(q, k, v, mask, scale),
-            bucket_name=bucket.name,
-            context_shape=(config.num_kv_heads, bucket.length, config.head_dim),
-            scale=scale,
-        )
+        return lambda q, k, v: attention(q, k, v, mask, scale)
 
     def _blocks(self, slot: Slot) -> Blocks:
         return make_blocks(
@@ -155,11 +163,11 @@ class DrafterStep(Step):
         features_TF = self.target.head_VD.new_empty(token_ids_T.numel(), self.target.num_features)
         self.target.features(token_ids_T, position_T, features_TF)
         blocks = self._blocks(slot)
-        mask = self.attention.mask(blocks.visibility, blocks.token_ids_Q.numel())
         context = self.drafter.context(features_TF, position_T)
         embeddings_QD = self.target.embed(blocks.token_ids_Q)
-        attention, scale = self.attention, self.drafter.scale
-        hidden_QD = self.drafter(embeddings_QD, blocks.position_Q, context, lambda q, k, v: attention(q, k, v, mask, scale))
+        # As if the embedding were trained: the first layer then runs what was compiled for the others.
+        embeddings_QD = embeddings_QD.detach().requires_grad_()
+        hidden_QD = self.drafter(embeddings_QD, blocks.position_Q, context, self._attend(blocks))
         if not keep_graph:
             hidden_QD = hidden_QD.detach()
         hidden_NKD = hidden_QD.unflatten(0, (-1, self.block_size))
