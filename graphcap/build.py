@@ -17,7 +17,7 @@ from graphcap.data.packing import Schedule, num_anchors_of
 from graphcap.data.planner import Shapes, plan
 from graphcap.engine import Engine
 from graphcap.engine.evaluation import Evaluation, fitting
-from graphcap.engine.guard import use_deterministic_math
+from graphcap.engine.guard import start_compile_workers, use_deterministic_math
 from graphcap.engine.optimizer import Hyper
 from graphcap.engine.step import DrafterStep
 from graphcap.errors import ConfigError
@@ -54,6 +54,7 @@ def build(recipe: Recipe, *, continued: dict | None, say) -> TrainingRun:
     for people. Raises: GraphcapError for what the user must mend.
     """
     settings = use_deterministic_math()
+    start_compile_workers()
     device, dtype = device_and_dtype(recipe.run.device, recipe.target.dtype)
     _set_threads(recipe, continued, say)
     _check_same_machine(device, dtype, continued)

@@ -180,6 +180,7 @@ class Record:
         self.metrics.sync()
         score = self.walked[1] if self.walked and self.walked[0] == self.run.position else None
         save(self.run, score)
+        self.run.engine.pause()
         self.last_line = time.monotonic()
 
     def close(self) -> None:

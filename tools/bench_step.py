@@ -2,14 +2,18 @@
 
     python tools/bench_step.py                       # the four sizes of the table
     python tools/bench_step.py smol:1024:128 --updates 50
-    python tools/bench_step.py --start-up shapes/bench8.json      # q0.6b: compile and capture every bucket of a plan
+    python tools/bench_step.py --loader smol:1024:128 --updates 10000     # the GPU's idle time with the real loader, memory
+    python tools/bench_step.py --checkpointing q0.6b:16384:2048           # gradient checkpointing: memory, time, same bits
+    python tools/bench_step.py --start-up shapes/bench8.json              # q0.6b: compile and capture every bucket of a plan
+    python tools/bench_step.py --start-up shapes/bench8.json --target     # with a target of that size in the step
 
 A step is one row: mask, drafter, head and loss, backward, accumulation, then one update with fp32 masters. Data is random,
-one document, no target forward: the features are copied into place. Before anything is timed, the audit has compared the
-replay with the eager step bit for bit. Prints a table and, as the last line, one JSON document.
+one row of three documents, no target forward: the features are copied into place. Before anything is timed, the audit has
+compared the replay with the eager step bit for bit. Prints a table and, as the last line, one JSON document.
 """
 
 import argparse
+import dataclasses
 import gc
 import json
 import statistics
@@ -18,13 +22,18 @@ import time
 import numpy as np
 import torch
 
-from graphcap.data.planner import Shapes
+from graphcap.data.conversations import Document
+from graphcap.data.loader import arrange
+from graphcap.data.packing import Schedule, num_anchors_of
+from graphcap.data.planner import Shapes, plan
 from graphcap.engine import Bucket, Engine
-from graphcap.engine.guard import use_deterministic_math
+from graphcap.engine.guard import start_compile_workers, use_deterministic_math
+from graphcap.engine.metrics import gaps_of
 from graphcap.engine.optimizer import Hyper
 from graphcap.engine.step import DrafterStep
 from graphcap.model.blocks import decay, default_gamma
 from graphcap.model.drafter import Drafter, DrafterConfig
+from graphcap.model.target import Target
 
 SIZES = {  # hidden, query heads, key heads, head size, MLP, vocabulary
     "smol": (576, 9, 3, 64, 1536, 49152),
@@ -52,7 +61,8 @@ class RandomTarget:
         out_TF.copy_(self.stored_TF[: len(out_TF)])
 
 
-def make_step(size: str, length: int) -> DrafterStep:
+def make_step(size: str, length: int, target: Target | None = None) -> DrafterStep:
+    """target: left out, a table of random features stands in its place."""
     hidden, heads, kv_heads, head_dim, mlp, vocabulary = SIZES[size]
     device = torch.device("cuda")
     config = DrafterConfig(
@@ -68,8 +78,8 @@ def make_step(size: str, length: int) -> DrafterStep:
         max_position_embeddings=length,
         block_size=BLOCK_SIZE,
         mask_token_id=vocabulary - 1,
-        target_layer_ids=(1, 9, 17, 25, 33),
-        num_target_layers=36,
+        target_layer_ids=(1, 7, 13, 19, 25),
+        num_target_layers=28,
     )
     drafter = Drafter(config)
     drafter.initialize(0)
@@ -83,7 +93,7 @@ def make_step(size: str, length: int) -> DrafterStep:
         max_grad_norm=1.0,
         num_updates=1000,
     )
-    target = RandomTarget(hidden, vocabulary, length, device)
+    target = target or RandomTarget(hidden, vocabulary, length, device)
     return DrafterStep(target, drafter, decay=decay(BLOCK_SIZE, default_gamma(BLOCK_SIZE)), hyper=hyper, chunk_tokens=2048)
 
 
@@ -122,36 +132,6 @@ def timed_ms(function, count: int) -> tuple[float, float]:
     return statistics.median(a.elapsed_time(b) for a, b in zip(events, events[1:])), 1e3 * statistics.median(host[:8])
 
 
-def kernels(function, count: int = 3) -> dict:
-    """From a profile of `count` calls: kernels a call, time without any kernel as a share and a node, the longest kernels."""
-    from torch.profiler import ProfilerActivity, profile
-
-    function()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(count):
-            function()
-        torch.cuda.synchronize()
-    spans, by_name = [], {}
-    for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            spans.append((event.time_range.start, event.time_range.end))
-            by_name[event.name[:70]] = by_name.get(event.name[:70], 0.0) + event.time_range.elapsed_us() / 1e3 / count
-    spans.sort()
-    busy = end = 0.0
-    for left, right in spans:
-        busy += max(0.0, right - max(left, end))
-        end = max(end, right)
-    whole = end - spans[0][0]
-    longest = sorted(by_name.items(), key=lambda item: -item[1])[:12]
-    return {
-        "nodes": len(spans) // count,
-        "without_kernel": 1 - busy / whole,
-        "us_without_kernel_per_node": (whole - busy) / len(spans),
-        "longest_ms": {name: round(ms, 3) for name, ms in longest},
-    }
-
-
 def bench(case: str, updates: int) -> dict:
     size, length, num_anchors = case.split(":")
     bucket = Bucket(int(length), int(num_anchors))
@@ -179,51 +159,196 @@ def bench(case: str, updates: int) -> dict:
             "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
             "compiles": engine.door.counts.before,
         }
-        result[mode] |= kernels(once) if mode == "replay" else {}
+        if mode == "replay":
+            gaps = gaps_of(once, times=3)
+            result[mode] |= {
+                "nodes": gaps.num_nodes,
+                "without_kernel": gaps.share,
+                "us_without_kernel_per_node": gaps.us_per_node,
+                "longest_ms": gaps.longest_ms,
+            }
         engine.close()
     del engine, step
-    torch._dynamo.reset()
-    gc.collect()
-    torch.cuda.empty_cache()
+    forget()
     return result
 
 
-def start_up(path: str, size: str) -> dict:
-    """Seconds from the first compile to the last capture over the buckets of a shapes file, and the pool's growth."""
+def forget() -> None:
+    """Compiled functions and memory of the case before."""
+    torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
+def start_up(path: str, size: str, with_target: bool) -> dict:
+    """Seconds from the first compile to the last capture over the buckets of a shapes file, and the pool's memory."""
     buckets = Shapes.load(path).buckets
-    engine = Engine(make_step(size, buckets[0].length), buckets)
-    begin = time.perf_counter()
+    engine = Engine(make_step(size, buckets[0].length, qwen3_target() if with_target else None), buckets)
     engine.prepare(eager=False, say=lambda line: print(line, flush=True))
     result = {
-        "case": f"start-up {path} {size}",
-        "prepare_s": time.perf_counter() - begin,
+        "case": f"start-up {path} {size}{' with a target' if with_target else ''}",
         "compiles": engine.door.counts.before,
-        "warm_up_s": engine.start_up.warm_up_s,
-        "capture_s": engine.start_up.capture_s,
-        "pool_bytes": engine.start_up.pool_bytes,
+        **dataclasses.asdict(engine.start_up),
     }
     engine.close()
+    print(f"start-up {result['total_s']:.1f} s, {result['compiles']} compiles", flush=True)
+    return result
+
+
+def qwen3_target() -> Target:
+    """A target of Qwen3-0.6B's shape with random weights."""
+    import transformers
+
+    hidden, heads, kv_heads, head_dim, mlp, vocabulary = SIZES["q0.6b"]
+    config = transformers.Qwen3Config(
+        hidden_size=hidden,
+        num_hidden_layers=28,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=mlp,
+        vocab_size=vocabulary,
+        max_position_embeddings=40960,
+        tie_word_embeddings=True,
+    )
+    with torch.device("cuda"):
+        model = transformers.Qwen3ForCausalLM(config).to(torch.bfloat16)
+    return Target(model.requires_grad_(False).eval(), (1, 7, 13, 19, 25))
+
+
+def loader(case: str, updates: int) -> dict:
+    """The GPU's idle share over `updates` updates fed by schedule and loader, by events, then over 500 by a profiler.
+
+    Documents are random, log-normal lengths of median 300; every update is one row. Memory is read before and after.
+    """
+    size, length, num_anchors = case.split(":")
+    draw, bucket = np.random.default_rng(0), Bucket(int(length), int(num_anchors))
+    lengths = np.clip(np.exp(draw.normal(np.log(300), 0.6, 4000)), 32, bucket.length).astype(int)
+    vocabulary = SIZES[size][5]
+    documents = {
+        number: Document(number, draw.integers(0, vocabulary, n).astype(np.int32), draw.random(n) < 0.8, "random", number)
+        for number, n in enumerate(lengths)
+    }
+    density = 0.9 * bucket.num_anchors / (0.8 * bucket.length)
+    anchors = np.array([num_anchors_of(document.loss_mask, density=density) for document in documents.values()])
+    shapes = plan(
+        lengths, anchors, block_size=BLOCK_SIZE, anchor_density=density, row_length=bucket.length, max_buckets=1, window=1000
+    )
+    shapes = dataclasses.replace(shapes, buckets=(bucket,))
+    schedule = Schedule(shapes, np.arange(4000), lengths, anchors, seed=0, epochs=1000, rows_per_update=1)
+    engine = Engine(make_step(size, bucket.length), (bucket,))
+    engine.prepare(eager=False)
+    remaining = schedule.updates()
+
+    def update() -> None:
+        one = next(remaining)
+        for row in one.rows:
+            arrays = arrange(row, documents, seed=0, epoch=one.epoch, density=density).arrays()
+            engine.fill(row.bucket, arrays)
+            engine.micro_step(row.bucket)
+        engine.update()
+
+    for _ in range(50):
+        update()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+    engine.idle_share()
+    begin = time.perf_counter()
+    for _ in range(updates):
+        update()
+    share, ms = engine.idle_share(), 1e3 * (time.perf_counter() - begin) / updates
+    after = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+    whole, inside = gaps_of(update, times=500), gaps_of(lambda: (engine.micro_step(bucket), engine.update()), times=20)
+    engine.close()
+    result = {
+        "case": f"loader {case}",
+        "updates": updates,
+        "ms": ms,
+        "idle_by_events": share,
+        "profiled_500": {"without_kernel": whole.share, "ms": whole.total_ms, "nodes": whole.num_nodes},
+        "profiled_replays": {"without_kernel": inside.share, "ms": inside.total_ms, "nodes": inside.num_nodes},
+        "idle_by_profiler": (whole.without_kernel_ms - inside.without_kernel_ms) / whole.total_ms,
+        "reserved_bytes": [before[0], after[0]],
+        "allocated_bytes": [before[1], after[1]],
+    }
+    print(
+        f"{case}: {updates} updates of {ms:.2f} ms, idle {share:.2%} by events, {result['idle_by_profiler']:.2%} by "
+        f"profiler over 500; reserved {before[0]} -> {after[0]}, allocated {before[1]} -> {after[1]}",
+        flush=True,
+    )
+    return result
+
+
+def checkpointing(case: str, updates: int) -> dict:
+    """The captured step with every layer's activations kept, and with gradient checkpointing."""
+    size, length, num_anchors = case.split(":")
+    bucket, result, sums = Bucket(int(length), int(num_anchors)), {"case": f"checkpointing {case}"}, {}
+    for name in ("kept", "checkpointed"):
+        step = make_step(size, bucket.length)
+        step.drafter.checkpointing = name == "checkpointed"
+        engine, before = Engine(step, (bucket,)), torch.cuda.memory_allocated()
+        engine.prepare(eager=False)
+        engine.fill(bucket, step.example(bucket))
+        step.reset()
+        engine.micro_step(bucket)
+        sums[name] = step.state.sums.cpu()
+        ms, _ = timed_ms(lambda engine=engine: (engine.micro_step(bucket), engine.update()), updates)
+        pool = engine.start_up.pool_bytes[bucket.name]
+        result[name] = {"ms": ms, "pool_gib": pool / 2**30, "state_gib": before / 2**30}
+        engine.close()
+        del engine, step
+        forget()
+    kept, again = result["kept"], result["checkpointed"]
+    total = {name: result[name]["pool_gib"] + result[name]["state_gib"] for name in sums}
+    result |= {
+        "same_bits": bool(torch.equal(sums["kept"], sums["checkpointed"])),
+        "relative_difference": float((sums["kept"] - sums["checkpointed"]).norm() / sums["kept"].norm()),
+        "time_ratio": again["ms"] / kept["ms"],
+        "memory_ratio": total["checkpointed"] / total["kept"],
+    }
+    print(
+        f"{case}: {kept['ms']:.1f} -> {again['ms']:.1f} ms ({result['time_ratio']:.2f}x), {total['kept']:.2f} -> "
+        f"{total['checkpointed']:.2f} GiB ({result['memory_ratio']:.2f}x), same bits: {result['same_bits']}",
+        flush=True,
+    )
     return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", default=list(CASES), help="SIZE:LENGTH:ANCHORS")
+    parser.add_argument("cases", nargs="*", help=f"SIZE:LENGTH:ANCHORS; left out: {' '.join(CASES)}")
     parser.add_argument("--updates", type=int, default=50, help="timed steps")
     parser.add_argument("--start-up", metavar="SHAPES", help="measure starting up with a plan's buckets instead")
     parser.add_argument("--size", default="q0.6b", choices=SIZES, help="the drafter of --start-up")
+    parser.add_argument("--target", action="store_true", help="--start-up with a target of Qwen3-0.6B's shape in the step")
+    parser.add_argument("--loader", metavar="CASE", help="measure the GPU's idle time with schedule and loader instead")
+    parser.add_argument("--checkpointing", metavar="CASE", help="measure gradient checkpointing instead")
     options = parser.parse_args()
     settings = use_deterministic_math()
+    start_compile_workers()
     results = []
     if options.start_up:
-        results.append(start_up(options.start_up, options.size))
-        options.cases = []
+        results.append(start_up(options.start_up, options.size, options.target))
+    if options.loader:
+        results.append(loader(options.loader, options.updates))
+    if options.checkpointing:
+        results.append(checkpointing(options.checkpointing, options.updates))
+    if not results:
+        results = table(options.cases or CASES, options.updates)
+    print(
+        json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "settings": settings, "results": results})
+    )
+
+
+def table(cases, updates: int) -> list[dict]:
+    results = []
     print(
         f"{'case':<18}{'eager ms':>10}{'replay ms':>10}{'ratio':>7}{'floor ms':>9}{'× floor':>8}{'host µs':>9}{'nodes':>7}"
         f"{'no kernel':>10}{'peak GiB':>9}{'start s':>8}"
     )
-    for case in options.cases:
-        r = bench(case, options.updates)
+    for case in cases:
+        r = bench(case, updates)
         results.append(r)
         e, g = r["eager"], r["replay"]
         print(
@@ -232,9 +357,7 @@ def main() -> None:
             f"{1e3 * g['host_ms']:>9.0f}{g['nodes']:>7}{g['without_kernel']:>10.1%}{g['peak_gib']:>9.1f}{e['prepare_s']:>8.1f}",
             flush=True,
         )
-    print(
-        json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "settings": settings, "results": results})
-    )
+    return results
 
 
 if __name__ == "__main__":

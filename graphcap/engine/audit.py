@@ -17,6 +17,7 @@ from graphcap.model.blocks import Blocks, Visibility
 from graphcap.model.drafter import Layer
 
 NUM_SAMPLED = 64
+REFERENCE_BLOCKS = 8  # sampled blocks that are in the reference's memory at a time
 TOLERANCE = 0.05  # of a block's or tensor's norm: bf16 stays under 0.02, one key too many is far above in short contexts
 
 
@@ -29,22 +30,16 @@ def audit_attention(layer: Layer, blocks: Blocks, table_Q, context, attend, *, b
     """
     device, group = table_Q[0].device, blocks.visibility.group
     sampled_R = _sample(blocks)
-    inputs = _states(layer, blocks), *context
-    token_M = (sampled_R[:, None] * group + torch.arange(group, device=device)).flatten()
-    incoming_MD = torch.randn(
-        token_M.numel(), inputs[0].shape[1], generator=torch.Generator(device).manual_seed(1), device=device
-    )
+    token_M = _tokens(sampled_R, group)
+    x, k, v = (tensor.detach().requires_grad_() for tensor in (_states(layer, blocks), *context))
+    generator = torch.Generator(device).manual_seed(1)
+    incoming_MD = torch.randn(token_M.numel(), x.shape[1], generator=generator, device=device)
 
-    x, k, v = (tensor.detach().requires_grad_() for tensor in inputs)
     out = layer(x, table_Q, (k, v), attend)
     gradient = torch.zeros_like(out).index_copy_(0, token_M, incoming_MD.to(out.dtype))
     dx, dk, dv = torch.autograd.grad(out, (x, k, v), gradient)
 
-    x32, k32, v32 = (tensor.detach().float().requires_grad_() for tensor in (inputs[0][token_M], *inputs[1:]))
-    out32 = _reference(
-        layer, x32, (k32, v32), tuple(part[token_M].float() for part in table_Q), blocks.visibility, sampled_R, scale
-    )
-    dx32, dk32, dv32 = torch.autograd.grad(out32, (x32, k32, v32), incoming_MD)
+    out32, dx32, dk32, dv32 = _reference(layer, x, table_Q, (k, v), blocks.visibility, sampled_R, incoming_MD, scale)
     pairs = {
         "output": (out[token_M].unflatten(0, (-1, group)), out32.unflatten(0, (-1, group))),
         "gradient of the blocks": (dx[token_M].unflatten(0, (-1, group)), dx32.unflatten(0, (-1, group))),
@@ -79,13 +74,30 @@ def _states(layer: Layer, blocks: Blocks) -> Tensor:
     return torch.randn(shape, generator=generator, device=weight.device).to(weight.dtype)
 
 
-def _reference(layer: Layer, x_MD, context, table_M, visibility: Visibility, sampled_R, scale: float) -> Tensor:
-    """The layer in float32 with dense attention, on the sampled blocks only."""
+def _tokens(block_R: Tensor, group: int) -> Tensor:
+    """Places of the tokens of these blocks among all block tokens."""
+    return (block_R[:, None] * group + torch.arange(group, device=block_R.device)).flatten()
+
+
+def _reference(layer: Layer, x_QD, table_Q, context, visibility: Visibility, sampled_R, incoming_MD, scale: float):
+    """The layer in float32 with dense attention on the sampled blocks, a few at a time: output and the three gradients."""
     exact = copy.deepcopy(layer).float()
     exact._compiled_call_impl = None
-    few = Visibility(visibility.low_R[sampled_R], visibility.high_R[sampled_R], visibility.group, visibility.num_context)
-    mask = DenseAttention().mask(few, x_MD.shape[0])
-    return exact(x_MD, table_M, context, lambda q, k, v: _dense(q, k, v, mask, scale))
+    k, v = (tensor.detach().float().requires_grad_() for tensor in context)
+    outputs, gradients, dk, dv = [], [], torch.zeros_like(k), torch.zeros_like(v)
+    group, size = visibility.group, REFERENCE_BLOCKS
+    for block_R, incoming in zip(sampled_R.split(size), incoming_MD.split(size * group), strict=True):
+        token_M = _tokens(block_R, group)
+        x = x_QD[token_M].detach().float().requires_grad_()
+        few = Visibility(visibility.low_R[block_R], visibility.high_R[block_R], group, visibility.num_context)
+        mask = DenseAttention().mask(few, len(x))
+        table_M = tuple(part[token_M].float() for part in table_Q)
+        out = exact(x, table_M, (k, v), lambda q, k, v, mask=mask: _dense(q, k, v, mask, scale))
+        dx, part_k, part_v = torch.autograd.grad(out, (x, k, v), incoming)
+        outputs.append(out.detach())
+        gradients.append(dx)
+        dk, dv = dk + part_k, dv + part_v
+    return torch.cat(outputs), torch.cat(gradients), dk, dv
 
 
 def _dense(q_HQC: Tensor, k_GSC: Tensor, v_GSC: Tensor, mask_QS: Tensor, scale: float) -> Tensor:

@@ -8,6 +8,8 @@ Calls: train.py, engine/evaluation.py, and anybody with a step of their own: a `
 """
 
 import functools
+import gc
+import math
 import time
 from dataclasses import dataclass, field
 
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from graphcap.engine.capture import Capturer, Graph
 from graphcap.engine.guard import Census, Compiles, Door, bits_of, check_same_bits, refusing_dense_attention
+from graphcap.engine.metrics import Idle, gaps_of
 from graphcap.engine.slots import Buffer, Slot, Staging
 from graphcap.errors import ShapeError
 
@@ -70,8 +73,9 @@ class Step:
 
 @dataclass
 class StartUp:
-    """What `prepare` did, for the start-up lines and the summary at the end."""
+    """What `prepare` did, for the start-up lines and the summary at the end. total_s: compiles, audits and captures."""
 
+    total_s: float = 0.0
     warm_up_s: dict[str, float] = field(default_factory=dict)
     capture_s: dict[str, float] = field(default_factory=dict)
     pool_bytes: dict[str, int] = field(default_factory=dict)
@@ -92,6 +96,7 @@ class Engine:
         self._capturer: Capturer | None = None
         self._stream_before: torch.cuda.Stream | None = None
         self._census: Census | None = None
+        self._idle: Idle | None = None  # once captured
         # What a call launches: the step's function itself, or, once captured, the replay of its graph.
         self._micro = {b: functools.partial(step.micro, slot) for b, slot in self.slots.items()}
         self._evaluate = {b: functools.partial(step.evaluate, slot) for b, slot in self.slots.items()}
@@ -105,6 +110,7 @@ class Engine:
         """
         if self.step.device.type != "cuda":
             return
+        start = time.perf_counter()
         self.door = Door()
         self.start_up.compiles = self.door.counts
         self._capturer = Capturer(self.step.device)
@@ -125,8 +131,10 @@ class Engine:
             self._capture(say)
             for bucket in self.slots:
                 check_same_bits(bucket.name, expected[bucket], self._audited(bucket))
+            self._idle = Idle()
         self.step.reset()
         self._census = Census(self.addressed())
+        self.start_up.total_s = time.perf_counter() - start
 
     def fill(self, bucket, arrays: dict[str, np.ndarray]) -> None:
         """Copy a row into the slot of its bucket. Raises: ShapeError if there is no such bucket or the row does not fit."""
@@ -135,16 +143,26 @@ class Engine:
     def micro_step(self, bucket) -> None:
         """Forward and backward of the row in the bucket's slot."""
         self._slot(bucket)
-        self._micro[bucket]()
+        self._launch(self._micro[bucket])
 
     def evaluate(self, bucket):
         """Forward only on the row in the bucket's slot; the results are copies that later launches do not touch."""
         self._slot(bucket)
+        self.pause()
         return tuple(tensor.clone() for tensor in self._evaluate[bucket]())
 
     def update(self) -> None:
         """One update from all micro steps since the last."""
-        self._update()
+        self._launch(self._update)
+
+    def pause(self) -> None:
+        """Leave the time until the next launch out of the GPU's idle time: the run evaluates or saves."""
+        if self._idle is not None:
+            self._idle.pause()
+
+    def idle_share(self) -> float:
+        """The GPU's idle time between replays ÷ all time, since the last call; pauses left out. nan if nothing was replayed."""
+        return self._idle.take() if self._idle is not None else float("nan")
 
     def addressed(self) -> dict[str, Tensor]:
         """Every tensor whose address a graph holds and that outlives a step."""
@@ -157,17 +175,31 @@ class Engine:
             self._census.check(self.addressed())
 
     def summary(self) -> list[str]:
-        """Lines for people at the end of a run: what was compiled and captured, and what has been replayed since."""
+        """Lines for people at the end of a run: what was compiled and captured, what was replayed, and where time was lost.
+
+        Replays the largest bucket a few times more under a profiler, so what the step sums up is no longer training's.
+        """
         if self._stream_before is None:
             return []
         compiles, start = self.start_up.compiles, self.start_up
-        graphs = self._capturer.graphs if self._capturer is not None else []
-        seconds = sum(start.warm_up_s.values()) + sum(start.capture_s.values())
         lines = [f"buckets {len(self.slots)}, compiles {compiles.before} before training and {compiles.refused} refused after"]
-        if graphs:
-            pool = max(start.pool_bytes.values()) / 2**20
+        if self._idle is not None:
+            graphs, pool = self._capturer.graphs, max(start.pool_bytes.values()) / 2**20
             lines.append(f"graphs {len(graphs)}, replays {sum(graph.num_replays for graph in graphs):,}, pool {pool:,.0f} MiB")
-        return [*lines, f"start-up {seconds:.0f} s"]
+        lines.append(f"start-up {start.total_s:.0f} s")
+        return [*lines, *self._time_lost()]
+
+    def _time_lost(self) -> list[str]:
+        """The GPU's idle share between replays and the share of a replay without a kernel, if anything was replayed."""
+        share = self.idle_share()
+        if math.isnan(share):
+            return []
+        bucket = next(iter(self.slots))
+        gaps = gaps_of(self._micro[bucket], times=3)
+        inside = "not measured, the profiler sees no kernels here"
+        if gaps is not None:
+            inside = f"{gaps.share:.1%} of {gaps.total_ms:.2f} ms ({bucket.name}, {gaps.num_nodes} nodes)"
+        return [f"GPU idle {share:.1%} between replays; without a kernel in a replay {inside}"]
 
     def close(self) -> None:
         """Destroy the graphs, open the door and give the stream back. A second time does nothing."""
@@ -175,7 +207,8 @@ class Engine:
             torch.cuda.synchronize()
             self._micro = self._evaluate = {}
             self._capturer.close()
-            self._capturer = None
+            self._capturer = self._idle = None
+            gc.unfreeze()
         if self.door is not None:
             self.door.remove()
             self.door = None
@@ -204,6 +237,8 @@ class Engine:
 
     def _capture(self, say) -> None:
         """One graph per bucket and function, largest bucket first; then the update. From here on the calls replay."""
+        gc.collect()
+        gc.freeze()  # what stands now stays: torch collects before each capture, and would search all of it each time
         for bucket, slot in self.slots.items():
             begin = time.perf_counter()
             micro = self._captured(f"micro step {bucket.name}", functools.partial(self.step.micro, slot))
@@ -217,6 +252,13 @@ class Engine:
                 f"pool {self.start_up.pool_bytes[bucket.name] / 2**20:,.0f} MiB"
             )
         self._update = self._captured("update", self.step.update).replay
+
+    def _launch(self, launch) -> None:
+        """Call it; once captured, between the two events that tell the GPU's idle time."""
+        if self._idle is None:
+            launch()
+        else:
+            self._idle.around(launch)
 
     def _captured(self, name: str, function) -> Graph:
         return self._capturer.capture(name, function)

@@ -8,7 +8,10 @@ Calls: engine/buckets.py. The only file that names torch.cuda.CUDAGraph.
 """
 
 import gc
+import os
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -57,7 +60,6 @@ class Capturer:
         """
         before, collecting = torch.cuda.current_stream(), gc.isenabled()
         graph = torch.cuda.CUDAGraph()
-        gc.collect()
         gc.disable()  # a collected graph would destroy CUDA objects in the middle of this capture
         try:
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
@@ -97,11 +99,19 @@ def _capture_error(name: str, error: Exception) -> CaptureError:
             "(1) plan a smaller largest bucket (shapes.row_length), (2) lower loss.chunk_tokens",
         )
     else:
-        cause = "something in the step reads a value on the host, synchronizes or copies from pageable memory"
+        cause = f"{_place(first)} reads a value on the host, synchronizes or copies from pageable memory"
         fix = (
-            "(1) look at the traceback above for .item(), .tolist(), bool(tensor), torch.cuda.synchronize(), "
+            "(1) keep .item(), .tolist(), bool(tensor), torch.cuda.synchronize() out of the step, "
             "(2) run the same command with --eager, which needs no capture"
         )
     return CaptureError(
         "capture", name, expected="a step that CUDA can record", got=f"{type(first).__name__}: {text}", cause=cause, fix=fix
     )
+
+
+def _place(error: BaseException) -> str:
+    """The innermost line of the error that is not torch's own, as file:line and function."""
+    inside = [frame for frame in traceback.extract_tb(error.__traceback__) if f"{os.sep}torch{os.sep}" not in frame.filename]
+    if not inside:
+        return "the step"
+    return f"{Path(inside[-1].filename).name}:{inside[-1].lineno} ({inside[-1].name})"

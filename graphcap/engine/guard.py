@@ -31,6 +31,7 @@ TORCH_NAMES = (
     ("torch.use_deterministic_algorithms", "2.11 2.13"),
     ("torch.utils.deterministic.fill_uninitialized_memory", "2.11 2.13"),
     ("torch._inductor.config.deterministic", "2.11 2.13"),
+    ("torch._inductor.async_compile.maybe_warm_pool", "2.11 2.13"),
     ("torch.nn.attention.flex_attention._warn_once", "2.11 2.13"),
     ("torch.nn.attention.flex_attention._WARNINGS_SHOWN", "2.11 2.13"),
     ("torch.nn.attention.flex_attention.BlockMask.from_kv_blocks", "2.11 2.13"),
@@ -71,6 +72,17 @@ def use_deterministic_math() -> dict[str, str]:
         "bf16_reduced_precision_reduction": "off",
         "inductor": "deterministic" if torch.cuda.is_available() else "not used",
     }
+
+
+def start_compile_workers() -> None:
+    """Start the processes in which Inductor compiles kernels, in the background; without a GPU nothing.
+
+    Until they are up kernels are compiled one after the other in this process, so start them before target and data load.
+    """
+    if torch.cuda.is_available():
+        from torch._inductor.async_compile import maybe_warm_pool
+
+        maybe_warm_pool()
 
 
 @dataclass

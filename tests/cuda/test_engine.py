@@ -75,12 +75,104 @@ def same(left: dict, right: dict) -> bool:
     return all(bits_of(left[name]) == bits_of(right[name]) for name in left)
 
 
-def test_interleaved_buckets_replayed_equal_the_eager_step_bit_for_bit(engine, eager):
+@pytest.mark.parametrize("rows", [1, 3])
+def test_interleaved_buckets_replayed_equal_the_eager_step_bit_for_bit(engine, eager, rows):
     seed = random.SystemRandom().getrandbits(31)
-    replayed, launched = run(engine, seed), run(eager, seed)
+    replayed, launched = run(engine, seed, rows=rows), run(eager, seed, rows=rows)
     assert same(replayed, launched), f"seed {seed}"
-    assert not same(replayed, run(eager, seed + 1))  # must fail: other rows
-    assert same(replayed, run(engine, seed))
+    assert not same(replayed, run(eager, seed + 1, rows=rows))  # must fail: other rows
+    assert same(replayed, run(engine, seed, rows=rows))
+
+
+def accumulate_four(engine: Engine, updates, *, unsupervised: int) -> list[torch.Tensor]:
+    """Updates of four rows; row 2 of update `unsupervised` has no supervised token. The sums before every update, copied."""
+    sums = []
+    for update in updates:
+        rng = np.random.default_rng([13, update])
+        for number in range(4):
+            bucket = BUCKETS[rng.integers(len(BUCKETS))]
+            row = random_row(bucket, rng)
+            if (update, number) == (unsupervised, 2):
+                row["supervised"] = row["supervised"] * 0
+            engine.fill(bucket, row)
+            engine.micro_step(bucket)
+        sums.append(engine.step.state.sums.clone())
+        engine.update()
+    return sums
+
+
+def test_a_run_captured_again_after_a_resume_equals_the_eager_run_while_others_allocate_and_pin(engine, eager):
+    eager.step.reset()
+    expected, ring = accumulate_four(eager, range(20), unsupervised=7), eager.step.ring.clone()
+    engine.step.reset()
+    first = accumulate_four(engine, range(10), unsupervised=7)
+    saved = {name: tensor.cpu() for name, tensor in engine.step.state.tensors().items()}
+    bits = [bits_of(sums) for sums in first]
+
+    step, stop, errors = small_step(), threading.Event(), []
+
+    def disturb():
+        while not stop.is_set():
+            torch.empty(2**20, pin_memory=True)
+            torch.empty(2**20, device=DEVICE).zero_()  # torch refuses CUDA's random numbers in any thread during a capture
+            try:
+                torch.compile(lambda x: x * 7)(torch.ones(3, device=DEVICE))
+            except Exception as error:  # noqa: BLE001 - whatever is raised is what the test looks at
+                errors.append(error)
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    again = Engine(step, BUCKETS)
+    try:
+        again.prepare(eager=False)
+        step.state.load(saved)
+        again.check_addresses()
+        second = accumulate_four(again, range(10, 20), unsupervised=7)
+    finally:
+        stop.set()
+        thread.join()
+    assert errors and all("no compile once training has begun" in str(error) for error in errors)
+    assert [bits_of(sums) for sums in first + second] == [bits_of(sums) for sums in expected]
+    assert [bits_of(sums) for sums in first] == bits  # sums read earlier did not change on later replays
+    assert same(step.state.tensors(), eager.step.state.tensors())
+    assert torch.equal(torch.cat((engine.step.ring[:10], step.ring[10:20])), ring[:20])
+    assert not same(step.state.tensors(), engine.step.state.tensors())  # must fail: ten updates fewer
+    again.close()
+
+
+def test_all_buckets_share_the_memory_of_the_largest(engine):
+    first, *_, last = engine.start_up.pool_bytes.values()
+    assert 0 < first <= last <= 1.10 * first
+
+
+def test_a_host_that_is_late_shows_as_idle_time_and_changes_no_number(engine):
+    import time
+
+    expected = run(engine, 14, updates=3, rows=1)
+    torch.cuda.synchronize()
+    engine.idle_share()
+    prompt = run(engine, 14, updates=3, rows=1), engine.idle_share()
+    micro_step = engine.micro_step
+
+    def late(bucket):
+        torch.cuda.synchronize()
+        time.sleep(0.02)  # the host, not a phase: what is measured is that it is late
+        micro_step(bucket)
+
+    engine.micro_step = late
+    try:
+        slow = run(engine, 14, updates=3, rows=1), engine.idle_share()
+    finally:
+        del engine.micro_step
+    assert same(expected, prompt[0]) and same(expected, slow[0])
+    assert slow[1] > 0.5 > prompt[1]
+
+
+def test_the_summary_says_what_was_compiled_captured_replayed_and_lost(engine):
+    run(engine, 15, updates=2)
+    lines = "\n".join(engine.summary())
+    assert "buckets 4, compiles" in lines and "graphs 9" in lines and "pool" in lines
+    assert "GPU idle" in lines and "without a kernel" in lines and "nodes)" in lines
 
 
 def test_every_input_field_changes_the_result(engine):
@@ -247,8 +339,8 @@ def test_a_replay_holds_no_model_and_runs_the_fused_attention_of_every_layer(eng
         torch.cuda.synchronize()
     names = [event.name for event in profiler.events()]
     forward = [name for name in names if "flex_attention" in name and "backward" not in name]
-    backward = [name for name in names if "flex_attention_backward" in name]
-    assert len(forward) >= 2 + 3 and len(backward) >= 2, names  # two drafter layers, three target layers
+    backward = [name for name in names if "flex_attention_backward" in name and name.startswith("triton_tem")]
+    assert len(forward) == 2 + 3 and len(backward) == 2, names  # two drafter layers, three target layers
     assert not [name for name in names if "softmax" in name.lower() and "flex" not in name]
 
 

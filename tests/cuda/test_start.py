@@ -11,8 +11,9 @@ pytestmark = pytest.mark.cuda
 ROOT = Path(__file__).parents[2]
 HEAD = """
 import threading, torch
-from graphcap.engine.guard import use_deterministic_math
+from graphcap.engine.guard import start_compile_workers, use_deterministic_math
 use_deterministic_math()
+start_compile_workers()
 from graphcap.engine import Bucket, Buffer, Engine
 from tests.cuda.test_engine import small_step, BUCKETS, run, same
 """
@@ -25,8 +26,9 @@ def program(body: str) -> subprocess.CompletedProcess:
     )
 
 
-def test_a_host_read_in_the_step_fails_capture_with_the_cause_and_the_eager_way_runs():
+def test_a_host_read_in_the_step_fails_capture_with_place_and_cause_and_leaves_stream_and_collector():
     body = """
+import gc
 step = small_step()
 micro = step.micro
 def reads(slot):
@@ -34,10 +36,6 @@ def reads(slot):
     step.state.sums.sum().item()
 step.micro = reads
 engine = Engine(step, BUCKETS[3:])
-engine.prepare(eager=True); run_ok = engine.micro_step(BUCKETS[3]); engine.close()
-engine = Engine(step, BUCKETS[3:])
-before = torch.cuda.current_stream()
-import gc
 try:
     engine.prepare(eager=False)
 except Exception as error:
@@ -45,9 +43,29 @@ except Exception as error:
 """
     done = program(body)
     assert "FAILED capture 'micro step 128/32'" in done.stdout, done.stdout + done.stderr
-    assert (
-        "reads a value on the host" in done.stdout and "--eager" in done.stdout and done.stdout.rstrip().endswith("True True")
-    )
+    assert "(reads) reads a value on the host" in done.stdout and "--eager" in done.stdout
+    assert done.stdout.rstrip().endswith("True True")
+
+
+def test_a_command_whose_capture_fails_ends_with_the_message_and_the_same_command_with_eager_runs(tmp_path):
+    body = f"""
+import sys
+from graphcap import cli
+from graphcap.engine.step import DrafterStep
+micro = DrafterStep.micro
+def reads(self, slot):
+    micro(self, slot)
+    self.state.sums.sum().item()
+DrafterStep.micro = reads
+small = ['run.out={tmp_path}', 'shapes.max_buckets=1', 'optimizer.max_updates=2', 'eval.documents=2', 'eval.prompts=1',
+         'eval.passes=1', 'eval.max_new_tokens=4']
+sys.exit(cli.main(['train', 'runs/tiny.toml', *small, *EXTRA]))
+"""
+    done = program(body.replace("EXTRA", "[]"))
+    assert done.returncode == 1 and "graphcap: capture 'micro step" in done.stderr, done.stdout + done.stderr
+    assert "--eager" in done.stderr and "Traceback" not in done.stderr
+    done = program(body.replace("EXTRA", "['--eager']"))
+    assert done.returncode == 0 and "acceptance length" in done.stdout, done.stdout + done.stderr
 
 
 def test_the_audit_finds_an_attention_that_is_off_by_one_key_and_names_bucket_and_quantity():
@@ -73,8 +91,12 @@ except Exception as error:
 
 def test_more_buckets_than_torchs_recompile_limit_train_and_uncompiled_flex_attention_is_an_error():
     body = """
+from tests.toys import TableTarget, make_step, random_drafter
 buckets = tuple(Bucket(128 * n, 32) for n in range(12, 0, -1))
-engine = Engine(small_step(), buckets)
+target = TableTarget(0)
+for name in ('embedding_VD', 'head_VD', 'features_VF'):
+    setattr(target, name, getattr(target, name).to('cuda', torch.bfloat16))
+engine = Engine(make_step(target, random_drafter(1, head_dim=32, num_layers=1, block_size=8)), buckets)
 engine.prepare(eager=True)
 print('compiles', engine.door.counts.before)
 import numpy as np
@@ -111,3 +133,42 @@ go.set(); thread.join(); door.close(); print('shut', door.shut)
 """
     done = program(body)
     assert "NAMED thread 'slow compiler'" in done.stdout and "shut True" in done.stdout, done.stdout + done.stderr
+
+
+def test_dense_attention_is_refused_before_it_has_allocated_its_scores():
+    body = """
+large, small = Bucket(4096, 512), Bucket(2048, 256)
+scores = 4 * (512 * 8) * (4096 + 512 * 8) * 2  # heads, queries, keys, bytes of bf16
+def peak(step, buckets, eager):
+    torch.cuda.synchronize(); torch.cuda.empty_cache(); torch.cuda.reset_peak_memory_stats()
+    engine = Engine(step, buckets)
+    try:
+        engine.prepare(eager=eager)
+        engine.micro_step(buckets[0])
+    except Exception as error:
+        print('STOPPED', type(error).__name__, error)
+    finally:
+        engine.close()
+    return torch.cuda.max_memory_allocated()
+normal = peak(small_step(), (large,), True)
+step = small_step()
+for layer in step.drafter.layers:
+    layer._compiled_call_impl = None
+print('unfused', peak(step, (large,), True) < normal + scores)
+del step
+torch._dynamo.reset()
+torch._dynamo.config.recompile_limit = 1
+print('limited', peak(small_step(), (large, small), True) < normal + scores)
+from torch.nn.attention.flex_attention import flex_attention
+torch.cuda.empty_cache(); torch.cuda.reset_peak_memory_stats()
+q = torch.randn(1, 4, 512 * 8, 32, device='cuda', dtype=torch.bfloat16)
+k = torch.randn(1, 4, 8192, 32, device='cuda', dtype=torch.bfloat16)
+flex_attention(q, k, k)
+print('dense takes it', torch.cuda.max_memory_allocated() > normal + scores, torch.cuda.max_memory_allocated(), normal, scores)
+"""
+    done = program(body)
+    assert "bucket '4096/512'" in done.stdout and "flex attention called without torch.compile" in done.stdout, (
+        done.stdout + done.stderr
+    )
+    assert "bucket '2048/256'" in done.stdout and "recompile limit" in done.stdout
+    assert "unfused True" in done.stdout and "limited True" in done.stdout and "dense takes it True" in done.stdout
