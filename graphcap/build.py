@@ -18,12 +18,14 @@ from graphcap.data.planner import Shapes, plan
 from graphcap.engine import Engine
 from graphcap.engine.evaluation import Evaluation, fitting
 from graphcap.engine.guard import start_compile_workers, use_deterministic_math
+from graphcap.engine.marks import Marks
 from graphcap.engine.optimizer import Hyper
 from graphcap.engine.step import DrafterStep
 from graphcap.errors import ConfigError
 from graphcap.model import blocks
 from graphcap.model.drafter import Drafter, DrafterConfig, tapped_layers
 from graphcap.model.target import Target, device_and_dtype, dtype_name, find_mask_token, load_model, load_tokenizer
+from graphcap.ops.blackbox import GPU_AT, Recorder
 from graphcap.ops.export import check_fits, read_config, read_drafter
 from graphcap.versions import untested
 
@@ -44,20 +46,23 @@ class TrainingRun:
     schedule: Schedule
     engine: Engine
     settings: dict[str, str]  # the deterministic settings in force, for env.json
+    recorder: Recorder
     position: int = 0
 
 
-def build(recipe: Recipe, *, continued: dict | None, say) -> TrainingRun:
+def build(recipe: Recipe, *, continued: dict | None, say, recorder: Recorder) -> TrainingRun:
     """Load target and data, plan the rows, make the drafter and allocate every buffer; writes nothing.
 
     continued: the position (state.json) of the checkpoint that the run goes on from, or None. say: called with each line
-    for people. Raises: GraphcapError for what the user must mend.
+    for people. recorder: this process's flight recorder. Raises: GraphcapError for what the user must mend.
     """
     settings = use_deterministic_math()
     start_compile_workers()
     device, dtype = device_and_dtype(recipe.run.device, recipe.target.dtype)
     _set_threads(recipe, continued, say)
     _check_same_machine(device, dtype, continued)
+    recorder.device(f"GPU {torch.cuda.current_device()}" if device.type == "cuda" else "CPU")
+    recorder.note("load target")
     begin = time.monotonic()
     where = {"revision": recipe.target.revision, "trust_remote_code": recipe.target.trust_remote_code}
     tokenizer = load_tokenizer(recipe.target.path, **where)
@@ -72,6 +77,7 @@ def build(recipe: Recipe, *, continued: dict | None, say) -> TrainingRun:
 
     if device.type == "cuda" and (warning := untested(torch.__version__)):
         say(f"versions  {warning}")
+    recorder.note("load data")
     documents, held_out = _load_data(recipe, tokenizer, drafter_config.mask_token_id, say)
     shapes, schedule = _plan(recipe, documents, drafter_config.block_size, continued, say)
     evaluation = Evaluation(fitting(held_out, shapes.buckets, count=recipe.eval.documents), shapes.buckets)
@@ -98,9 +104,18 @@ def build(recipe: Recipe, *, continued: dict | None, say) -> TrainingRun:
         evaluation=evaluation,
         shapes=shapes,
         schedule=schedule,
-        engine=Engine(step, shapes.buckets),
+        engine=Engine(step, shapes.buckets, note=recorder.note, marks=_marks(recorder, device)),
         settings=settings,
+        recorder=recorder,
     )
+
+
+def _marks(recorder: Recorder, device: torch.device) -> Marks | None:
+    """On a GPU the launches it has begun and finished are written into the flight record by itself."""
+    if device.type != "cuda":
+        return None
+    recorder.gpu_bytes = torch.cuda.memory_reserved
+    return Marks(recorder.memory, GPU_AT, device)
 
 
 def _set_threads(recipe: Recipe, continued: dict | None, say) -> None:

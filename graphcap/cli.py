@@ -10,6 +10,7 @@ import sys
 from graphcap import __version__
 from graphcap.errors import GraphcapError
 
+NOTE = "loads the target, plans the rows, trains, then decodes; the time left is shown once training runs"
 TRAIN_EXAMPLE = """example:
   graphcap train runs/tiny.toml
   graphcap train runs/tiny.toml optimizer.epochs=2 run.name=short
@@ -21,6 +22,16 @@ EVAL_EXAMPLE = """example:
   graphcap eval runs/out/tiny
   graphcap eval runs/out/tiny runs/out/short --max-new-tokens 256
   graphcap eval DRAFTER-FOLDER --target TARGET-FOLDER --prompts chats.jsonl"""
+
+
+STATUS_EXAMPLE = """example:
+  graphcap status runs/out/tiny
+  graphcap status runs/out --json"""
+
+
+DOCTOR_EXAMPLE = """example:
+  graphcap doctor
+  graphcap doctor --json"""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -35,6 +46,8 @@ def parser() -> argparse.ArgumentParser:
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
     _add_train(verbs)
     _add_eval(verbs)
+    _add_status(verbs)
+    _add_doctor(verbs)
     return top
 
 
@@ -49,6 +62,9 @@ def _add_train(verbs) -> None:
     train.add_argument("recipe", metavar="RECIPE", nargs="?", help="a TOML file, for example runs/tiny.toml")
     train.add_argument("overrides", metavar="section.key=value", nargs="*", help="override a key of the recipe")
     train.add_argument("--eager", action="store_true", help="launch the step from Python instead of replaying CUDA graphs")
+    train.add_argument(
+        "--here", action="store_true", help="train in this process, with no supervisor: for debuggers, profilers and notebooks"
+    )
     train.add_argument("-h", "--help", action="store_true", help="show this, and with a RECIPE every key of a recipe")
     train.set_defaults(run=_train, parser=train)
 
@@ -73,6 +89,19 @@ def _add_eval(verbs) -> None:
     )
     evaluate.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
     evaluate.set_defaults(run=_eval, parser=evaluate)
+
+
+def _add_status(verbs) -> None:
+    status = _verb(verbs, "status", "say what a run is doing, or how it ended", STATUS_EXAMPLE)
+    status.add_argument("folders", metavar="RUN", nargs="+", help="a run's folder, or a folder that holds runs")
+    status.add_argument("--json", action="store_true", help="print one JSON document instead of lines")
+    status.set_defaults(run=_status, parser=status)
+
+
+def _add_doctor(verbs) -> None:
+    doctor = _verb(verbs, "doctor", "say whether this machine can train, and what to type where it cannot", DOCTOR_EXAMPLE)
+    doctor.add_argument("--json", action="store_true", help="print one JSON document instead of lines")
+    doctor.set_defaults(run=_doctor, parser=doctor)
 
 
 def _positive(text: str) -> int:
@@ -138,24 +167,29 @@ def _train(options) -> int:
     if options.recipe is None:
         options.parser.error("RECIPE is missing; for example: graphcap train runs/tiny.toml")
     recipe = config.load_recipe(options.recipe, options.overrides)
-    note = (
-        recipe.run.note or "loads the target, plans the rows, trains, then decodes; the time left is shown once training runs"
-    )
-    _say(f"graphcap {__version__} · {options.recipe} · {note}")
-
-    from graphcap.ops import report, runfolder
+    from graphcap.ops import launch, report, runfolder
     from graphcap.ops.progress import quiet_libraries, silence_transformers
 
-    finished = runfolder.finished_result(recipe)
-    if finished is not None:
-        _say(f"{recipe.folder} has finished, so nothing is trained. Its table:\n\n{report.table(finished, recipe.folder)}\n")
-        _say(f"to start afresh: graphcap train {options.recipe} run.name=OTHER, or remove {recipe.folder}")
-        return 0
+    is_rank = "RANK" in os.environ  # started by our own supervisor, which has said and checked all this, or by torchrun
+    if launch.SUPERVISOR not in os.environ:
+        if os.environ.get("RANK", "0") == "0":
+            _say(f"graphcap {__version__} · {options.recipe} · {recipe.run.note or NOTE}")
+        finished = runfolder.finished_result(recipe)
+        if finished is not None:
+            _say(
+                f"{recipe.folder} has finished, so nothing is trained. Its table:\n\n{report.table(finished, recipe.folder)}\n"
+            )
+            _say(f"to start afresh: graphcap train {options.recipe} run.name=OTHER, or remove {recipe.folder}")
+            return 0
+    arguments = ["train", options.recipe, *options.overrides, *(["--eager"] if options.eager else [])]
+    if not options.here and not is_rank:
+        return launch.Supervisor(recipe, arguments, _say).run()
     quiet_libraries(None)
-    from graphcap.train import train
+    with launch.entered(recipe, here=options.here, command=launch.command_of(arguments)) as rank:
+        from graphcap.train import train
 
-    silence_transformers()
-    return train(recipe, eager=options.eager, say=_say)
+        silence_transformers()
+        return train(recipe, rank=rank, eager=options.eager, say=_say)
 
 
 def _say(line: str) -> None:
@@ -163,6 +197,18 @@ def _say(line: str) -> None:
         print(line, flush=True)
     except BrokenPipeError:
         _give_up_output()
+
+
+def _status(options) -> int:
+    from graphcap.ops import status
+
+    return status.run(options.folders, as_json=options.json, say=_say)
+
+
+def _doctor(options) -> int:
+    from graphcap.ops import doctor
+
+    return doctor.run(as_json=options.json, say=_say)
 
 
 def _eval(options) -> int:

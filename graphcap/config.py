@@ -38,6 +38,15 @@ class Run:
     seed: int = key(0, "seed of every draw", resume="same", low=0)
     device: str = key("auto", "where to compute; auto: cuda if there is one", resume="same", choices=("auto", "cpu", "cuda"))
     threads: int = key(0, "CPU threads; 0: what torch chooses", unit="threads", resume="same", low=0)
+    deadline_s: float = key(300.0, "a rank that begins nothing for so long is ended; 0: never", unit="s", resume="free", low=0)
+    start_deadline_s: float = key(
+        1800.0, "the same until the first update: loading and compiling take longer", unit="s", resume="free", low=0
+    )
+    max_restarts: int = key(
+        0, "restarts in a row without a new checkpoint, after a rank died", unit="restarts", resume="free", low=0
+    )
+    max_hours: float = key(0.0, "save and stop after so long, to go on later; 0: never", unit="hours", resume="free", low=0)
+    on_end: str = key("", "command to run when the run has ended; the path of end.json is appended", resume="free")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +120,9 @@ class Optimizer:
         0, "rows of one update over all ranks; 0: from tokens_per_update", unit="rows", resume="same", low=0
     )
     tokens_per_update: int = key(32768, "tokens of one update over all ranks", unit="tokens", resume="same", low=1)
+    max_skipped: int = key(
+        10, "updates in a row without finite gradients that end the run", unit="updates", resume="free", low=1
+    )
     max_updates: int = key(0, "stop after so many updates; 0: after the epochs", unit="updates", resume="grow", low=0)
 
 

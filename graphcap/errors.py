@@ -43,3 +43,7 @@ class CheckpointError(UserError):
 
 class CaptureError(GraphcapError, RuntimeError):
     """CUDA refused to capture or replay."""
+
+
+class TrainingError(GraphcapError, RuntimeError):
+    """Training cannot go on with these numbers."""

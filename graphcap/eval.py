@@ -79,16 +79,16 @@ def stop_ids_of(model, tokenizer) -> set[int]:
     return (found | {tokenizer.eos_token_id}) - {None}
 
 
-def measure(target: Target, drafter: Drafter, prompts: Prompts, *, passes: int, before: Drafter | None, say) -> dict:
+def measure(target: Target, drafter: Drafter, prompts: Prompts, *, passes: int, before: Drafter | None, say, note=None) -> dict:
     """Decode every prompt plainly and with the drafter, `passes` times by turns, and compare.
 
-    before: the drafter as it was before training, decoded once, or None. say: called with a line of what happens next.
-    Returns the result that ops/report.table prints. Raises: nothing of its own.
+    before: the drafter as it was before training, decoded once, or None. say: called with a line of what happens next. note:
+    called with "decode" before every prompt. Returns the result that ops/report.table prints. Raises: nothing of its own.
     """
     plain_s, drafted_s = [], []
     plain = drafted = []
     say(f"decoding {len(prompts.token_ids)} held-out prompts, plain and with the drafter, {passes} times")
-    with _decoder(target, drafter, prompts) as decode:
+    with _decoder(target, drafter, prompts, note) as decode:
         for _ in range(passes):
             plain, drafted = decode(decode_plain), decode(decode_speculative)
             plain_s.append(_seconds_per_token(plain))
@@ -114,14 +114,14 @@ def measure(target: Target, drafter: Drafter, prompts: Prompts, *, passes: int, 
         **compare(plain, drafted, tie=tie_of(target.head_VD.dtype)),
     }
     if before is not None:
-        with _decoder(target, before, prompts) as decode:
+        with _decoder(target, before, prompts, note) as decode:
             untrained = decode(decode_speculative)
         result["before"] = report.acceptance([reply.committed for reply in untrained])
     return result
 
 
 @contextlib.contextmanager
-def _decoder(target: Target, drafter: Drafter, prompts: Prompts):
+def _decoder(target: Target, drafter: Drafter, prompts: Prompts, note):
     """A function that decodes every prompt with decode_plain or decode_speculative; on a GPU by replaying graphs."""
     limits = {"max_new_tokens": prompts.max_new_tokens, "stop_ids": prompts.stop_ids}
     on_gpu = target.head_VD.device.type == "cuda"
@@ -129,8 +129,12 @@ def _decoder(target: Target, drafter: Drafter, prompts: Prompts):
     steps = FixedSteps(target, drafter, max_length=longest) if on_gpu else None
 
     def decode(way) -> list[Reply]:
-        who = (target,) if way is decode_plain else (target, drafter)
-        return [way(*who, prompt, steps=steps, **limits) for prompt in prompts.token_ids]
+        who, replies = (target,) if way is decode_plain else (target, drafter), []
+        for prompt in prompts.token_ids:
+            if note is not None:
+                note("decode")
+            replies.append(way(*who, prompt, steps=steps, **limits))
+        return replies
 
     try:
         yield decode

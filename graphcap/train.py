@@ -4,6 +4,7 @@ The loop asks the schedule for an update, fills a slot with each of its rows, la
 update. What a run is made of is made in build.py; what it leaves behind is its folder (ops/runfolder.py).
 """
 
+import math
 import shlex
 import time
 from pathlib import Path
@@ -17,11 +18,12 @@ from graphcap.data.loader import arrange
 from graphcap.data.packing import Update
 from graphcap.engine.metrics import Fetch
 from graphcap.engine.step import RING
-from graphcap.errors import CheckpointError
+from graphcap.errors import CheckpointError, TrainingError
 from graphcap.eval import Prompts, at_dtype, measure, prompts_of, stop_ids_of
 from graphcap.model.target import dtype_name
 from graphcap.ops import checkpoint, report, runfolder
 from graphcap.ops.export import CONFIG, WEIGHTS, config_document, read_drafter, weight_tensors
+from graphcap.ops.launch import Rank
 from graphcap.ops.progress import MetricsLog, Progress, quiet_libraries, read_metrics
 from graphcap.versions import environment
 
@@ -29,22 +31,24 @@ STATE = "state.safetensors"
 POSITION = "state.json"
 
 
-def train(recipe: Recipe, *, eager: bool = False, say=print) -> int:
+def train(recipe: Recipe, *, rank: Rank, eager: bool = False, say=print) -> int:
     """Train a drafter, decode with it and print the table. Continues from the newest complete checkpoint, if there is one.
 
-    eager: launch the same step from Python instead of replaying graphs. say: called with each line for people.
-    Returns the exit code. Raises: GraphcapError for what the user must mend.
+    rank: this process's place in the run, with its flight recorder. eager: launch the same step from Python instead of
+    replaying graphs. say: called with each line for people.
+    Returns the exit code: 0 finished, 3 stopped on request. Raises: GraphcapError for what the user must mend.
     """
+    recorder = rank.recorder
     newest, passed_over = checkpoint.newest(recipe.folder / "checkpoints")
     for line in passed_over:
         say(f"not used  {line}")
     continued = checkpoint.load_document(newest, POSITION) if newest else None
-    run = build(recipe, continued=continued, say=say)
+    run = build(recipe, continued=continued, say=say, recorder=recorder)
     if continued is None:
         checkpoint.check_room(recipe.folder, (recipe.checkpoint.keep + 2) * checkpoint.needed_bytes(_tensors(run)))
     else:
         check_position(run, newest, continued)
-    with runfolder.lock(recipe):
+    with rank.lock():
         _check_still_newest(recipe.folder, newest)
         runfolder.create(recipe, shapes_json=run.shapes.to_json(), environment=environment(run.settings))
         quiet_libraries(recipe.folder / "libraries.log")
@@ -52,16 +56,22 @@ def train(recipe: Recipe, *, eager: bool = False, say=print) -> int:
             run.engine.prepare(eager=eager, say=say)
             if continued is not None:
                 resume(run, newest, continued, say)
-            _loop(run, say=say)
+            rank.trains(True)
+            complete = _loop(run, rank, say=say)
+            rank.trains(False)
             for line in run.engine.summary():
                 say(f"engine    {line}")
         finally:
             run.engine.close()
-        result = conclude(run, say=say)
+        if not complete:
+            say(f"stopped   on request after update {run.position} of {run.schedule.num_updates}; the same command goes on")
+            return 3
+        result = conclude(run, say=say, note=recorder.note)
     say(f"\n{report.table(result, recipe.folder)}\n")
     say(
         f"decode with other settings: graphcap eval {shlex.quote(str(recipe.folder))} --prompts FILE.jsonl --max-new-tokens 256"
     )
+    recorder.note("finished")
     return 0
 
 
@@ -82,24 +92,30 @@ def _check_still_newest(folder: Path, newest: Path | None) -> None:
         )
 
 
-def _loop(run: TrainingRun, *, say) -> None:
-    """The training loop: fill, micro step, update, until the schedule ends."""
-    recipe, engine, schedule = run.recipe, run.engine, run.schedule
+def _loop(run: TrainingRun, rank: Rank, *, say) -> bool:
+    """The training loop: fill, micro step, update, until the schedule ends. False: stopped on request, and saved."""
+    recipe, engine, schedule, recorder = run.recipe, run.engine, run.schedule, rank.recorder
     say(f"training  {schedule.num_updates - run.position} updates")
-    record = Record(run, say)
+    record = Record(run, rank, say)
     try:
         for update in schedule.updates(run.position):
+            recorder.note("fill", update=update.index + 1)
             for row in update.rows_of(rank=0):
                 engine.fill(row.bucket, _arrays(run, row, update.epoch))
                 engine.micro_step(row.bucket)
             engine.update()
             run.position = update.index + 1
+            recorder.finished(run.position)
             record.after(update)
             last = run.position == schedule.num_updates
             if run.position % recipe.eval.every == 0 or last:
                 record.evaluate()
-            if run.position % recipe.checkpoint.every == 0 or last:
+            stop = rank.stop_asked() and not last
+            if run.position % recipe.checkpoint.every == 0 or last or stop:
                 record.save()
+            if stop:
+                return False
+        return True
     finally:
         record.close()
 
@@ -112,18 +128,21 @@ def _arrays(run: TrainingRun, row, epoch: int) -> dict[str, np.ndarray]:
 class Record:
     """What the loop leaves behind: metrics lines, the bar, checkpoints. Metrics wait on the device until fetched."""
 
-    def __init__(self, run: TrainingRun, say) -> None:
-        self.run, self.pending = run, []
+    def __init__(self, run: TrainingRun, rank: Rank, say) -> None:
+        self.run, self.recorder, self.pending = run, rank.recorder, []
         self.metrics = MetricsLog(run.folder / "metrics.jsonl")
         self.metrics.cut(run.position)
         found = sum(line["kind"] == "train" for line in read_metrics(run.folder / "metrics.jsonl"))
         if found != run.position:
             say(f"metrics   {found} of the {run.position} lines before this checkpoint are left; the others were lost")
         self.every = min(run.recipe.progress.every, RING)
-        self.progress = Progress(run.schedule.num_updates, start=run.position)
-        self.fetched: tuple[list[Update], Fetch] | None = None
+        total, start = run.schedule.num_updates, run.position
+        self.progress = Progress(total, start=start) if rank.draws else None
+        self.say, self.bar = (self.progress.say if rank.draws else say), {"total": total, "start": start}
+        self.skipped_in_a_row = 0
+        self.fetched: tuple[list[Update], Fetch, float] | None = None  # updates, their metrics, seconds they took
         self.walked: tuple[int, float] | None = None
-        self.begin = self.last_line = time.monotonic()
+        self.begin = self.last_fetch = time.monotonic()
 
     def after(self, update: Update) -> None:
         """Note an update. Every `progress.every` of them metrics set out for the host; their lines follow on arrival."""
@@ -142,50 +161,76 @@ class Record:
     def _fetch(self) -> None:
         self._write()
         if self.pending:
-            first, count = self.pending[0].index, len(self.pending)
-            self.fetched, self.pending = (self.pending, Fetch(self.run.engine.step.ring, first, count)), []
+            first, count, now = self.pending[0].index, len(self.pending), time.monotonic()
+            self.fetched = self.pending, Fetch(self.run.engine.step.ring, first, count), now - self.last_fetch
+            self.pending, self.last_fetch = [], now
 
     def _write(self) -> None:
         if self.fetched is None:
             return
-        (updates, fetch), self.fetched = self.fetched, None
-        now, names = time.monotonic(), self.run.engine.step.metric_names
+        (updates, fetch, took_s), self.fetched = self.fetched, None
+        names = self.run.engine.step.metric_names
         counts = [self._counts(update) for update in updates]
         clock = {
-            "time_s": now - self.begin,
-            "tokens_per_s": sum(count["tokens"] for count in counts) / max(now - self.last_line, 1e-9),
+            "time_s": time.monotonic() - self.begin,
+            "tokens_per_s": sum(count["tokens"] for count in counts) / max(took_s, 1e-9),
         }
         for update, row, count in zip(updates, fetch.rows(), counts, strict=True):
             line = {"kind": "train", "update": update.index + 1, "epoch": update.epoch, **count, **_named(names, row), **clock}
             self.metrics.append(line)
-            self.progress.update(line)
-        self.last_line = now
+            self._check_finite(line)
+        shown = {**line, **self.bar, "bucket": updates[-1].rows[-1].bucket.name}
+        self.recorder.show(shown)
+        if self.progress is not None:
+            self.progress.update(shown)
 
     def evaluate(self) -> None:
         """Evaluate on the held-out documents; write and say the result."""
+        self.recorder.note("eval")
         self.flush()
         begin, update = time.monotonic(), self.run.position
         result = self.run.evaluation.run(self.run.engine)
         self.walked = (update, result["walked_estimate"])
         self.metrics.append({"kind": "eval", "update": update, **result, "eval_s": time.monotonic() - begin})
-        self.progress.say(
+        self.say(
             f"update {update:>6}  held-out loss {result['loss']:.3f}  block_match {result['block_match']:.2f}  "
             f"walked estimate {result['walked_estimate']:.2f}"
         )
-        self.last_line = time.monotonic()
+        self.last_fetch = time.monotonic()
 
     def save(self) -> None:
         """Save a checkpoint of the current update; its score is the walked estimate if one was made at this update."""
         self.flush()
         self.metrics.sync()
         score = self.walked[1] if self.walked and self.walked[0] == self.run.position else None
+        self.recorder.note("save")
         save(self.run, score)
+        self.recorder.saved(self.run.position)
         self.run.engine.pause()
-        self.last_line = time.monotonic()
+        self.last_fetch = time.monotonic()
 
     def close(self) -> None:
-        self.progress.close()
+        if self.progress is not None:
+            self.progress.close()
         self.metrics.close()
+
+    def _check_finite(self, line: dict) -> None:
+        """Raises: TrainingError once optimizer.max_skipped updates in a row had gradients that were not finite."""
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if line["skipped"] else 0
+        if self.skipped_in_a_row < self.run.recipe.optimizer.max_skipped:
+            return
+        state = self.run.engine.step.state
+        bad = [name for name, norm in zip(state.names, state.norms_P.tolist(), strict=True) if not math.isfinite(norm)]
+        raise TrainingError(
+            "gradients of update",
+            line["update"],
+            expected="finite numbers",
+            got=f"nan or inf, as in the {self.skipped_in_a_row - 1} updates before",
+            cause=f"in {len(bad)} of {len(state.names)} tensors, first {', '.join(bad[:3]) or 'none of the last update'}; "
+            "parameters are as they were before these updates",
+            fix="lower optimizer.learning_rate, look for features that are not finite in the target's dtype, or raise "
+            "optimizer.max_skipped",
+        )
 
     def _counts(self, update: Update) -> dict[str, int]:
         documents = [self.run.documents[number] for row in update.rows for number in row.document_ids]
@@ -251,6 +296,7 @@ def check_position(run: TrainingRun, folder: Path, continued: dict) -> None:
 def resume(run: TrainingRun, folder: Path, continued: dict, say) -> None:
     """Continue from a complete checkpoint: state is copied in place, the position is the next update."""
     run.position = continued["update"]
+    run.recorder.saved(run.position)
     run.engine.step.state.load(checkpoint.load_tensors(folder, STATE))
     run.engine.check_addresses()
     say(f"resume    {folder.name}: {run.position} of {run.schedule.num_updates} updates are done")
@@ -261,7 +307,7 @@ def resume(run: TrainingRun, folder: Path, continued: dict, say) -> None:
         )
 
 
-def conclude(run: TrainingRun, *, say) -> dict:
+def conclude(run: TrainingRun, *, say, note) -> dict:
     """Decode the held-out prompts with the best checkpoint and write result.json."""
     recipe, folder = run.recipe, run.folder
     newest, _ = checkpoint.newest(folder / "checkpoints")
@@ -275,7 +321,7 @@ def conclude(run: TrainingRun, *, say) -> dict:
         stop_ids=stop_ids_of(target.model, run.tokenizer),
         max_new_tokens=recipe.eval.max_new_tokens,
     )
-    result = measure(target, drafter, prompts, passes=recipe.eval.passes, before=untrained, say=say)
+    result = measure(target, drafter, prompts, passes=recipe.eval.passes, before=untrained, say=say, note=note)
     result |= {
         "walked_estimate": checkpoint.read_manifest(weights)["score"],
         "weights": f"checkpoints/{weights.name}",

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from graphcap.engine.capture import Capturer, Graph
 from graphcap.engine.guard import Census, Compiles, Door, bits_of, check_same_bits, refusing_dense_attention
+from graphcap.engine.marks import Marks
 from graphcap.engine.metrics import Idle, gaps_of
 from graphcap.engine.slots import Buffer, Slot, Staging
 from graphcap.errors import ShapeError
@@ -85,8 +86,11 @@ class StartUp:
 class Engine:
     """Runs a step over buckets. A bucket is anything hashable with a `name`; give the largest first."""
 
-    def __init__(self, step: Step, buckets: tuple) -> None:
+    def __init__(self, step: Step, buckets: tuple, *, note=None, marks: Marks | None = None) -> None:
+        """note: called with (phase, bucket=…, launch=…) before everything the engine begins. marks: set by every launch."""
         self.step = step
+        self._note = note if note is not None else _nothing
+        self._marks, self._num_launches = marks, 0
         on_gpu = step.device.type == "cuda"
         largest = max(Slot(b.name, step.buffers(b), torch.device("meta")).flat.numel() for b in buckets)
         staging = Staging(largest, step.device) if on_gpu else None
@@ -98,9 +102,9 @@ class Engine:
         self._census: Census | None = None
         self._idle: Idle | None = None  # once captured
         # What a call launches: the step's function itself, or, once captured, the replay of its graph.
-        self._micro = {b: functools.partial(step.micro, slot) for b, slot in self.slots.items()}
+        self._micro = {b: self._marked(functools.partial(step.micro, slot)) for b, slot in self.slots.items()}
         self._evaluate = {b: functools.partial(step.evaluate, slot) for b, slot in self.slots.items()}
-        self._update = step.update
+        self._update = self._marked(step.update)
 
     def prepare(self, *, eager: bool, say=lambda line: None) -> None:
         """Warm up, shut the door and, unless `eager`, capture every bucket. On a CPU there is nothing to prepare.
@@ -119,11 +123,13 @@ class Engine:
         torch.cuda.set_stream(self._capturer.stream)
         for bucket in self.slots:
             begin = time.perf_counter()
+            self._note("compile", bucket=bucket.name)
             self.step.reset()
             with refusing_dense_attention(bucket.name):
                 self._warm_up(bucket)
             self.start_up.warm_up_s[bucket.name] = time.perf_counter() - begin
             say(f"compile   bucket {bucket.name}: {self.start_up.warm_up_s[bucket.name]:.1f} s")
+            self._note("audit", bucket=bucket.name)
             self.step.audit(bucket, self.slots[bucket])
         self.door.close()
         expected = {bucket: self._audited(bucket) for bucket in self.slots}
@@ -133,6 +139,9 @@ class Engine:
                 check_same_bits(bucket.name, expected[bucket], self._audited(bucket))
             self._idle = Idle()
         self.step.reset()
+        if self._marks is not None:
+            self._marks.reset()
+        self._num_launches = 0
         self._census = Census(self.addressed())
         self.start_up.total_s = time.perf_counter() - start
 
@@ -143,17 +152,18 @@ class Engine:
     def micro_step(self, bucket) -> None:
         """Forward and backward of the row in the bucket's slot."""
         self._slot(bucket)
-        self._launch(self._micro[bucket])
+        self._launch(self._micro[bucket], bucket.name)
 
     def evaluate(self, bucket):
         """Forward only on the row in the bucket's slot; the results are copies that later launches do not touch."""
         self._slot(bucket)
+        self._note("eval", bucket=bucket.name)
         self.pause()
         return tuple(tensor.clone() for tensor in self._evaluate[bucket]())
 
     def update(self) -> None:
         """One update from all micro steps since the last."""
-        self._launch(self._update)
+        self._launch(self._update, "update")
 
     def pause(self) -> None:
         """Leave the time until the next launch out of the GPU's idle time: the run evaluates or saves."""
@@ -239,10 +249,11 @@ class Engine:
         """One graph per bucket and function, largest bucket first; then the update. From here on the calls replay."""
         gc.collect()
         gc.freeze()  # what stands now stays: torch collects before each capture, and would search all of it each time
-        for bucket, slot in self.slots.items():
+        for bucket in self.slots:
             begin = time.perf_counter()
-            micro = self._captured(f"micro step {bucket.name}", functools.partial(self.step.micro, slot))
-            evaluate = self._captured(f"evaluation {bucket.name}", functools.partial(self.step.evaluate, slot))
+            self._note("capture", bucket=bucket.name)
+            micro = self._captured(f"micro step {bucket.name}", self._micro[bucket])
+            evaluate = self._captured(f"evaluation {bucket.name}", self._evaluate[bucket])
             self._micro[bucket] = micro.replay
             self._evaluate[bucket] = functools.partial(_replayed, evaluate)
             self.start_up.capture_s[bucket.name] = time.perf_counter() - begin
@@ -251,14 +262,21 @@ class Engine:
                 f"capture   bucket {bucket.name}: {self.start_up.capture_s[bucket.name]:.2f} s, "
                 f"pool {self.start_up.pool_bytes[bucket.name] / 2**20:,.0f} MiB"
             )
-        self._update = self._captured("update", self.step.update).replay
+        self._update = self._captured("update", self._update).replay
 
-    def _launch(self, launch) -> None:
-        """Call it; once captured, between the two events that tell the GPU's idle time."""
+    def _launch(self, launch, what: str) -> None:
+        """Note it and call it; once captured, between the two events that tell the GPU's idle time. what: bucket or update."""
+        self._num_launches += 1
+        number = self._num_launches if self._marks is not None else 0
         if self._idle is None:
+            self._note("step", bucket=what, launch=number)
             launch()
         else:
+            self._note("replay", bucket=what, launch=number)
             self._idle.around(launch)
+
+    def _marked(self, function):
+        return function if self._marks is None else self._marks.around(function)
 
     def _captured(self, name: str, function) -> Graph:
         return self._capturer.capture(name, function)
@@ -276,6 +294,10 @@ class Engine:
                 fix=f"plan again; the nearest bucket is {near}",
             )
         return self.slots[bucket]
+
+
+def _nothing(phase: str, *, bucket: str, launch: int = 0) -> None:
+    """Nobody keeps a record."""
 
 
 def _replayed(graph: Graph):

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ import pytest
 
 from graphcap import config
 from graphcap.cli import main
-from graphcap.ops import checkpoint
+from graphcap.ops import blackbox, checkpoint
 
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "runs" / "tiny.toml")
@@ -41,7 +42,7 @@ def test_help_answers_faster_than_torch_could_be_imported_and_does_not_import_it
     assert help_s < torch_s / 2, f"help took {help_s:.2f} s, importing torch {torch_s:.2f} s"
 
 
-@pytest.mark.parametrize("verb", ["train", "eval"])
+@pytest.mark.parametrize("verb", ["train", "eval", "status", "doctor"])
 def test_help_of_every_verb_has_an_example(verb, capsys):
     try:
         main([verb, "--help"])
@@ -109,10 +110,23 @@ def test_bad_input_is_refused_in_the_one_form_and_writes_nothing(arguments, word
 )
 def test_bad_input_that_only_loading_can_find_writes_nothing(override, words, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
-    assert main(["train", TINY, override, f"run.out={tmp_path}", "run.device=cpu"]) == 2
+    assert main(["train", "--here", TINY, override, f"run.out={tmp_path}", "run.device=cpu"]) == 2
     error = capsys.readouterr().err
     assert all(word in error for word in words), error
     assert ". Fix: " in error and not list(tmp_path.iterdir())
+
+
+def test_bad_input_that_a_rank_finds_is_told_by_its_supervisor_and_leaves_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)]
+    try:
+        assert main(["train", TINY, "data.train=nothing.jsonl", f"run.out={tmp_path}", "run.device=cpu"]) == 2
+    finally:
+        for number, handler in zip((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP), handlers):
+            signal.signal(number, handler)
+    error = capsys.readouterr().err
+    assert error.startswith("graphcap: ") and "nothing.jsonl" in error and ". Fix: " in error, error
+    assert not list(tmp_path.iterdir()) and not blackbox.memory_folder(tmp_path / "tiny").exists()
 
 
 def test_the_folder_of_something_else_and_a_changed_recipe_are_refused(tmp_path, capsys, monkeypatch):

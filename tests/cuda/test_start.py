@@ -59,7 +59,7 @@ def reads(self, slot):
 DrafterStep.micro = reads
 small = ['run.out={tmp_path}', 'shapes.max_buckets=1', 'optimizer.max_updates=2', 'eval.documents=2', 'eval.prompts=1',
          'eval.passes=1', 'eval.max_new_tokens=4']
-sys.exit(cli.main(['train', 'runs/tiny.toml', *small, *EXTRA]))
+sys.exit(cli.main(['train', '--here', 'runs/tiny.toml', *small, *EXTRA]))
 """
     done = program(body.replace("EXTRA", "[]"))
     assert done.returncode == 1 and "graphcap: capture 'micro step" in done.stderr, done.stdout + done.stderr

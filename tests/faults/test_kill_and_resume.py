@@ -96,7 +96,7 @@ def _child(conversations: Path, out: Path, pause: tuple[int, str] | None, pipe, 
     data = [f"data.train={conversations}/train.jsonl", f"data.held_out={conversations}/held_out.jsonl", f"target.path={ASSETS}"]
     recipe = out / "run.toml"
     recipe.write_text("", encoding="utf-8")
-    os._exit(main(["train", str(recipe), *SETTINGS, *data, f"run.out={out}", *more]))
+    os._exit(main(["train", "--here", str(recipe), *SETTINGS, *data, f"run.out={out}", *more]))
 
 
 def state_of(run: Path) -> dict:

@@ -1,0 +1,184 @@
+"""How a run ended, in one document and in words: `end.json`.
+
+The supervisor writes it, or the rank itself where nobody supervises it, or `graphcap status` where both were killed. What
+it says comes from the exit code, the flight records and the last words on standard error; it holds no environment, and no
+value of a variable that looks like a secret.
+
+Calls: ops/launch.py, ops/status.py. Loads no torch.
+"""
+
+import json
+import os
+import re
+import signal
+from datetime import datetime, timezone
+from pathlib import Path
+
+from graphcap.ops import blackbox, checkpoint
+from graphcap.ops.blackbox import Flight
+
+END, START = "end.json", "start.json"
+SECRET = re.compile("TOKEN|KEY|SECRET|PASS", re.IGNORECASE)
+LAST_WORDS = 20  # lines of standard error that are kept
+FINISHED, STOPPED, DEAD, REFUSED = "finished", "stopped", "dead", "refused"
+EXIT_CODES = {FINISHED: 0, STOPPED: 3, DEAD: 1, REFUSED: 2}
+
+
+def of_exit(folder: Path, *, code: int | None, command: str, reason: str = "", rank: int = 0) -> dict:
+    """The end of a rank that is over. code: its exit code, negative a signal, None unknown. command: what goes on with the run.
+
+    reason: why it was stopped or ended, where somebody asked for it.
+    """
+    flight = next((one for one in blackbox.flights(folder) if one.rank == rank), None)
+    words = last_words(folder / f"rank-{rank}" / "stderr")
+    verdict, cause = _verdict(folder, code, flight, words, rank)
+    newest = checkpoint.newest(folder / "checkpoints", hashes=False)[0]
+    return {
+        "version": 1,
+        "verdict": verdict,
+        "cause": hidden(reason or cause),
+        "exit_code": EXIT_CODES[verdict],
+        "rank_exit_code": code,
+        "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "rank": rank,
+        "checkpoint": newest.name if newest else None,
+        "stderr": [hidden(line) for line in words],
+        "traceback": f"rank-{rank}/{blackbox.TRACEBACK}" if (folder / f"rank-{rank}" / blackbox.TRACEBACK).exists() else None,
+        "continue": command,
+        **_last_known(flight),
+    }
+
+
+def _last_known(flight: Flight | None) -> dict:
+    """What the flight record says of the moment of the end."""
+    if flight is None:
+        return {"update": None, "phase": None, "bucket": None, "device": None, "finished": None, "memory": None, "entries": []}
+    at = flight.at
+    memory = {"host_bytes": flight.host_bytes, "host_share": round(flight.host_share, 3), "gpu_bytes": flight.gpu_bytes}
+    return {
+        "update": at.update,
+        "phase": at.phase,
+        "bucket": at.bucket,
+        "device": flight.device,
+        "finished": flight.finished,
+        "memory": memory,
+        "entries": [f"{entry.phase} {entry.bucket} update {entry.update}".replace("  ", " ") for entry in flight.entries[-8:]],
+    }
+
+
+def _verdict(folder: Path, code: int | None, flight: Flight | None, words: list[str], rank: int) -> tuple[str, str]:
+    phase, error = (flight.phase, flight.error) if flight else ("", "")
+    if code == 0 and phase == "finished":
+        return FINISHED, ""
+    if code == 0:
+        return DEAD, "it ended with exit code 0 before it had finished"
+    if code == 3:
+        return STOPPED, "on request"
+    if code == 2:
+        return REFUSED, error or (words[-1] if words else "something that you must mend")
+    if code is None:
+        return DEAD, "killed together with its supervisor: SIGKILL, a container's end, or power"
+    if code < 0:
+        return DEAD, _signal_name(-code) + _probable(-code, flight)
+    if timed_out(folder / f"rank-{rank}" / blackbox.TRACEBACK):
+        return DEAD, "deadline: it began nothing for too long"
+    return DEAD, error or (words[-1] if words else f"exit code {code}")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _probable(number: int, flight: Flight | None) -> str:
+    if number == signal.SIGKILL and flight is not None and flight.host_share > 0.93:
+        return " (host memory was nearly full: probably the kernel's out-of-memory killer)"
+    return ""
+
+
+def timed_out(traceback: Path) -> bool:
+    """Whether faulthandler's watchdog wrote into this file."""
+    try:
+        return "Timeout (" in traceback.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return False
+
+
+def last_words(path: Path) -> list[str]:
+    """The last lines of a rank's standard error that are not empty."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - 16384))
+            lines = file.read().decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    return [line.rstrip()[:400] for line in lines if line.strip()][-LAST_WORDS:]
+
+
+def secrets() -> list[str]:
+    """Values of this process's variables that look like secrets, longest first."""
+    found = {value for name, value in os.environ.items() if SECRET.search(name) and len(value) >= 8}
+    return sorted(found, key=len, reverse=True)
+
+
+def hidden(text: str) -> str:
+    """The text without any value of such a variable."""
+    for value in secrets():
+        text = text.replace(value, "***")
+    return text
+
+
+def hide_in(path: Path) -> None:
+    """Take such values out of a file, if it has any."""
+    if not path.is_file():
+        return
+    data = path.read_bytes()
+    for value in secrets():
+        if value.encode() in data:
+            data = data.replace(value.encode(), b"***")
+            path.write_bytes(data)
+
+
+def read(folder: Path, name: str) -> dict | None:
+    """end.json or start.json of a run; None where there is none or it is damaged."""
+    try:
+        document = json.loads((Path(folder) / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return document if isinstance(document, dict) else None
+
+
+def headline(end: dict) -> str:
+    """The verdict in one line."""
+    done = int(end["checkpoint"].removeprefix("update-").removesuffix(".old")) if end["checkpoint"] else 0
+    if end["verdict"] == FINISHED:
+        return f"finished · {done:,} updates"
+    where = ""
+    if end["update"] is not None:
+        bucket = f", bucket {end['bucket']}" if "/" in (end["bucket"] or "") else ""
+        where = f" at update {end['update']:,}{bucket}, {end['phase']}" if end["update"] else f" at {end['phase']}{bucket}"
+    memory = f" · host memory {end['memory']['host_share']:.0%}" if end["memory"] and end["verdict"] == DEAD else ""
+    kept = f"nothing lost before {done:,}" if done else "no checkpoint yet"
+    device = f" ({end['device']})" if end["device"] else ""
+    who = f" · rank {end['rank']}{device}" if end["verdict"] == DEAD else ""
+    cause = end["cause"].splitlines()[0] if end["cause"] else "ended"
+    return f"{end['verdict']}{who} · {cause}{where}{memory} · {kept} · continue: {end['continue']}"
+
+
+def lines(end: dict) -> list[str]:
+    """The verdict and what supports it, at most 12 lines."""
+    found = [headline(end), f"  ended      {end['when']}"]
+    if end["verdict"] in (FINISHED, STOPPED):
+        return found
+    if end["entries"]:
+        found.append(f"  last       {' · '.join(end['entries'][-4:])}")
+    if end["memory"] and end["memory"]["gpu_bytes"]:
+        found.append(f"  GPU memory {end['memory']['gpu_bytes'] / 2**30:.1f} GiB")
+    found += [f"  stderr     {line}" for line in end["stderr"][-5:]]
+    if end["traceback"]:
+        found.append(f"  traceback  {end['traceback']}")
+    if end.get("restarts"):
+        found.append(f"  restarts   {len(end['restarts'])}, last after: {end['restarts'][-1]}")
+    return found[:12]

@@ -1,0 +1,100 @@
+"""`graphcap status`: what a run is doing, or how it ended, from its folder and, while it lives, this node's memory.
+
+Where supervisor and ranks were killed together nobody has said how it ended; then this concludes it and writes it down.
+
+Calls: cli.py. Loads no torch.
+"""
+
+import json
+from pathlib import Path
+
+from graphcap.errors import ConfigError
+from graphcap.ops import blackbox, checkpoint, ending
+from graphcap.ops.blackbox import Flight
+
+SILENT_S = 60.0  # a training rank that has begun nothing for so long is said to hang
+
+
+def run(folders: list[str], *, as_json: bool, say) -> int:
+    """Say the status of each run, or of every run under a folder. Returns 0. Raises: ConfigError if a folder holds no run."""
+    found = [status for folder in folders for status in _of(Path(folder), one=len(folders) == 1)]
+    if as_json:
+        say(json.dumps(checkpoint.finite(found if len(found) != 1 else found[0]), sort_keys=True))
+        return 0
+    several = len(found) > 1
+    for status in found:
+        say(f"{status['folder']}: {status['lines'][0]}" if several else "\n".join(status["lines"]))
+    return 0
+
+
+def _of(folder: Path, *, one: bool) -> list[dict]:
+    if (folder / ending.START).is_file() or (folder / "config.toml").is_file():
+        return [status_of(folder)]
+    runs = sorted(path.parent for name in (ending.START, "config.toml") for path in folder.glob(f"*/{name}"))
+    if not runs:
+        raise ConfigError(
+            "folder",
+            folder,
+            expected="a run's folder, or one that holds runs",
+            got="neither" if folder.is_dir() else "no such folder",
+            fix="give the folder that `graphcap train` printed, for example runs/out/tiny",
+        )
+    return [status_of(path) for path in dict.fromkeys(runs)]
+
+
+def status_of(folder: Path) -> dict:
+    """folder, verdict (running, finished, stopped, dead, refused or unknown), lines for people, and what they are made from."""
+    start, end, ranks = ending.read(folder, ending.START), ending.read(folder, ending.END), blackbox.flights(folder)
+    if end is None and start is None:
+        return {"folder": str(folder), "verdict": "unknown", "lines": ["unknown · no record of how it was started or ended"]}
+    if end is None and (blackbox.lives(start) or any(flight.alive for flight in ranks)):
+        return _running(folder, ranks, supervised=blackbox.lives(start))
+    if end is None:
+        end = ending.of_exit(folder, code=None, command=start["command"]) | {"restarts": [], "asked": [], "concluded": True}
+        if (folder / "config.toml").is_file():
+            checkpoint.write_json(folder / ending.END, end)
+    return {"folder": str(folder), "verdict": end["verdict"], "lines": ending.lines(end), "end": end}
+
+
+def _running(folder: Path, ranks: list[Flight], *, supervised: bool) -> dict:
+    first = ranks[0] if ranks else None
+    if first is None:
+        lines = ["running · starting"]
+        return {"folder": str(folder), "verdict": "running", "lines": lines, "ranks": []}
+    silent = max(flight.silent_s for flight in ranks)
+    slowest = max(ranks, key=lambda flight: flight.silent_s)
+    at, shown = slowest.at, first.shown or {}
+    where = f"update {first.update:,}" + (f" of {shown['total']:,}" if "total" in shown else "")
+    hangs = f" · rank {slowest.rank} has begun nothing for {silent:.0f} s" if silent > SILENT_S else ""
+    alone = "" if supervised else " · its supervisor is gone"
+    lines = [f"running · {where} · {slowest.phase}{hangs}{alone}"]
+    if shown.get("loss") is not None:
+        speed = f"{shown['tokens_per_s']:,.0f} tokens/s"
+        lines.append(f"  training   loss {shown['loss']:.3f}, block_match {shown['block_match']:.2f}, {speed}")
+    saved = f"update {first.saved:,}" if first.saved >= 0 else "none yet"
+    lines.append(f"  checkpoint {saved}")
+    for flight in ranks[:8]:
+        bucket = f", bucket {at.bucket}" if at.bucket else ""
+        gpu = f", GPU memory {flight.gpu_bytes / 2**30:.1f} GiB" if flight.gpu_bytes else ""
+        alive = "" if flight.alive else ", no longer alive"
+        lines.append(
+            f"  rank {flight.rank}     {flight.device}, {flight.at.phase}{bucket}, begun {flight.silent_s:.1f} s ago, "
+            f"memory {flight.host_bytes / 2**30:.1f} GiB{gpu}{alive}"
+        )
+    records = [
+        {
+            "rank": flight.rank,
+            "device": flight.device,
+            "pid": flight.pid,
+            "update": flight.at.update,
+            "phase": flight.at.phase,
+            "bucket": flight.at.bucket,
+            "silent_s": flight.silent_s,
+            "host_bytes": flight.host_bytes,
+            "gpu_bytes": flight.gpu_bytes,
+            "alive": flight.alive,
+        }
+        for flight in ranks
+    ]
+    verdict = "running" if not hangs else "hanging"
+    return {"folder": str(folder), "verdict": verdict, "lines": lines[:12], "ranks": records, "metrics": shown}
