@@ -126,7 +126,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return options.run(options)
     except GraphcapError as error:
-        print(f"graphcap: {error}", file=sys.stderr)
+        print("\n".join([f"graphcap: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         go_on = "; the same command continues from the newest checkpoint" if options.verb == "train" else ""

@@ -25,6 +25,7 @@ from graphcap.ops import checkpoint, report, runfolder
 from graphcap.ops.export import CONFIG, WEIGHTS, config_document, read_drafter, weight_tensors
 from graphcap.ops.launch import Rank
 from graphcap.ops.progress import MetricsLog, Progress, quiet_libraries, read_metrics
+from graphcap.ops.saver import Saver
 from graphcap.versions import environment
 
 STATE = "state.safetensors"
@@ -56,8 +57,10 @@ def train(recipe: Recipe, *, rank: Rank, eager: bool = False, say=print) -> int:
             run.engine.prepare(eager=eager, say=say)
             if continued is not None:
                 resume(run, newest, continued, say)
-            rank.trains(True)
-            complete = _loop(run, rank, say=say)
+            with Saver(run.folder / "checkpoints", keep=recipe.checkpoint.keep, on_saved=recorder.saved) as saver:
+                saver.reserve(_tensors(run))
+                rank.trains(True)
+                complete = _loop(run, rank, saver, say=say)
             rank.trains(False)
             for line in run.engine.summary():
                 say(f"engine    {line}")
@@ -92,11 +95,11 @@ def _check_still_newest(folder: Path, newest: Path | None) -> None:
         )
 
 
-def _loop(run: TrainingRun, rank: Rank, *, say) -> bool:
+def _loop(run: TrainingRun, rank: Rank, saver: Saver, *, say) -> bool:
     """The training loop: fill, micro step, update, until the schedule ends. False: stopped on request, and saved."""
     recipe, engine, schedule, recorder = run.recipe, run.engine, run.schedule, rank.recorder
     say(f"training  {schedule.num_updates - run.position} updates")
-    record = Record(run, rank, say)
+    record = Record(run, rank, saver, say)
     try:
         for update in schedule.updates(run.position):
             recorder.note("fill", update=update.index + 1)
@@ -128,8 +131,8 @@ def _arrays(run: TrainingRun, row, epoch: int) -> dict[str, np.ndarray]:
 class Record:
     """What the loop leaves behind: metrics lines, the bar, checkpoints. Metrics wait on the device until fetched."""
 
-    def __init__(self, run: TrainingRun, rank: Rank, say) -> None:
-        self.run, self.recorder, self.pending = run, rank.recorder, []
+    def __init__(self, run: TrainingRun, rank: Rank, saver: Saver, say) -> None:
+        self.run, self.recorder, self.saver, self.pending = run, rank.recorder, saver, []
         self.metrics = MetricsLog(run.folder / "metrics.jsonl")
         self.metrics.cut(run.position)
         found = sum(line["kind"] == "train" for line in read_metrics(run.folder / "metrics.jsonl"))
@@ -145,7 +148,11 @@ class Record:
         self.begin = self.last_fetch = time.monotonic()
 
     def after(self, update: Update) -> None:
-        """Note an update. Every `progress.every` of them metrics set out for the host; their lines follow on arrival."""
+        """Note an update. Every `progress.every` of them metrics set out for the host; their lines follow on arrival.
+
+        Raises: the error of a save that failed meanwhile.
+        """
+        self.saver.check()
         self.pending.append(update)
         if self.fetched is not None and self.fetched[1].ready():
             self._write()
@@ -179,7 +186,7 @@ class Record:
             line = {"kind": "train", "update": update.index + 1, "epoch": update.epoch, **count, **_named(names, row), **clock}
             self.metrics.append(line)
             self._check_finite(line)
-        shown = {**line, **self.bar, "bucket": updates[-1].rows[-1].bucket.name}
+        shown = {**line, **self.bar}
         self.recorder.show(shown)
         if self.progress is not None:
             self.progress.update(shown)
@@ -199,13 +206,15 @@ class Record:
         self.last_fetch = time.monotonic()
 
     def save(self) -> None:
-        """Save a checkpoint of the current update; its score is the walked estimate if one was made at this update."""
+        """Begin a checkpoint of the current update; its score is the walked estimate if one was made at this update.
+
+        Raises: the error of the save before.
+        """
         self.flush()
         self.metrics.sync()
         score = self.walked[1] if self.walked and self.walked[0] == self.run.position else None
         self.recorder.note("save")
-        save(self.run, score)
-        self.recorder.saved(self.run.position)
+        self.saver.begin(self.run.position, tensors=_tensors(self.run), documents=_documents(self.run), score=score)
         self.run.engine.pause()
         self.last_fetch = time.monotonic()
 
@@ -236,6 +245,7 @@ class Record:
         documents = [self.run.documents[number] for row in update.rows for number in row.document_ids]
         return {
             "rows": len(update.rows),
+            "bucket": update.rows[-1].bucket.name,
             "tokens": sum(len(document.token_ids) for document in documents),
             "supervised_tokens": int(sum(document.loss_mask.sum() for document in documents)),
         }
@@ -253,8 +263,8 @@ def _tensors(run: TrainingRun) -> dict[str, dict[str, torch.Tensor]]:
     return {WEIGHTS: weight_tensors(run.drafter), STATE: run.engine.step.state.tensors()}
 
 
-def save(run: TrainingRun, score: float | None) -> Path:
-    """Write a checkpoint: weights ready to export, optimizer state, and the position in the schedule."""
+def _documents(run: TrainingRun) -> dict[str, dict]:
+    """What a checkpoint holds beside tensors: the drafter's config, ready to export, and the position in the schedule."""
     head = run.target.head_VD
     epochs_begun = next(run.schedule.updates(run.position - 1)).epoch + 1
     state = {
@@ -267,14 +277,7 @@ def save(run: TrainingRun, score: float | None) -> Path:
         "schedule": [run.schedule.epoch_hash(epoch) for epoch in range(epochs_begun)],
         "num_updates": run.schedule.num_updates,
     }
-    return checkpoint.save(
-        run.folder / "checkpoints",
-        run.position,
-        tensors=_tensors(run),
-        score=score,
-        keep=run.recipe.checkpoint.keep,
-        documents={CONFIG: config_document(run.drafter.config, head.dtype), POSITION: state},
-    )
+    return {CONFIG: config_document(run.drafter.config, head.dtype), POSITION: state}
 
 
 def check_position(run: TrainingRun, folder: Path, continued: dict) -> None:

@@ -189,7 +189,9 @@ class Supervisor:
                 if end["verdict"] != ending.DEAD or self.asked or in_a_row > self.recipe.run.max_restarts:
                     break
                 restarts.append(ending.headline(end).split(" · continue:")[0])
-                self.say(f"restart   {in_a_row} of {self.recipe.run.max_restarts} without a new checkpoint: {restarts[-1]}")
+                self._tell(f"restart   {in_a_row} of {self.recipe.run.max_restarts} without a new checkpoint: {restarts[-1]}")
+            if self.bar is not None:
+                self.bar.close()
             return self._leave(end, restarts, new)
 
     def _attempt(self) -> dict:
@@ -210,9 +212,6 @@ class Supervisor:
             code = self._watch()
         finally:
             self.workers.end()
-            if self.bar is not None:
-                self.bar.close()
-                self.bar = None
         keep_records(self.folder, self.memory)
         for path in (self.folder / "rank-0").iterdir():
             ending.hide_in(path)
@@ -245,14 +244,17 @@ class Supervisor:
             whole = data[: data.rfind(b"\n") + 1]
             self._read_bytes += len(whole)
             for line in whole.decode(errors="replace").splitlines():
-                (self.bar.say if self.bar is not None else self.say)(line)
+                self._tell(line)
+
+    def _tell(self, line: str) -> None:
+        (self.bar.say if self.bar is not None else self.say)(line)
 
     def _draw(self) -> None:
         flight = blackbox.read(self.memory / "rank-0")
         if flight is None or not flight.shown or flight.shown["update"] == self._shown_update:
             return
         if self.bar is None:
-            self.bar = Progress(flight.shown["total"], start=max(flight.shown["start"], self._shown_update))
+            self.bar = Progress(flight.shown["total"], start=flight.shown["start"])
         self._shown_update = flight.shown["update"]
         self.bar.update(flight.shown)
 

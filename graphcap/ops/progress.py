@@ -47,6 +47,7 @@ FIELDS = (
     Field("tokens", TRAIN, "tokens", "0.1.0", False, "real tokens in this update's rows, padding not counted"),
     Field("supervised_tokens", TRAIN, "tokens", "0.1.0", False, "tokens of these whose loss mask is set"),
     Field("rows", TRAIN, "rows", "0.1.0", False, "rows of this update, over all ranks"),
+    Field("bucket", TRAIN, "", "0.1.0", False, "bucket of this update's last row: tokens/anchors"),
     Field("skipped", TRAIN, "0 or 1", "0.1.0", False, "1: gradients were not finite, weights left alone"),
     Field("empty", TRAIN, "0 or 1", "0.1.0", False, "1: these rows had nothing to learn from, weights left alone"),
     Field("time_s", TRAIN, "s", "0.1.0", True, "seconds since this process began training"),
@@ -212,16 +213,41 @@ def _make_bar(total_updates: int, start: int, stream):
 
     class Bar(tqdm):
         monitor_interval = 0  # no thread of tqdm's in a process that captures graphs
+        drawn_columns = 0
+
+        def display(self, msg=None, pos=None) -> bool:
+            """After a resize tqdm would blank the old bar's length, which a narrower terminal wraps into a second line."""
+            columns = _columns(stream)
+            if self.drawn_columns and columns != self.drawn_columns:
+                stream.write("\r\x1b[J")
+                self.sp = self.status_printer(self.fp)
+            self.drawn_columns = columns
+            return super().display(msg, pos)
 
     # A container's terminal may say that it has no columns or rows, and tqdm then draws nothing.
-    sized = all(os.get_terminal_size(stream.fileno()))
-    size = {"dynamic_ncols": True} if sized else {"ncols": 100, "nrows": 20}
+    size = {"dynamic_ncols": True} if _columns(stream) else {"ncols": 100, "nrows": 20}
     return Bar(total=total_updates, initial=start, file=stream, unit=" updates", **size)
 
 
+def _columns(stream) -> int:
+    """Columns of the stream's terminal; 0 if it does not say, or has no rows."""
+    try:
+        size = os.get_terminal_size(stream.fileno())
+    except (OSError, ValueError):  # the terminal is gone, or the stream is none
+        return 0
+    return size.columns if size.lines else 0
+
+
 def _in_words(record: dict) -> str:
-    shown = (("loss", "loss {:.3f}"), ("block_match", "block_match {:.2f}"), ("tokens_per_s", "{:,.0f} tokens/s"))
-    return ", ".join(form.format(record[name]) for name, form in shown if record.get(name) is not None)
+    shown = (("loss", "loss {:.3f}"), ("block_match", "block_match {:.2f}"))
+    words = [form.format(record[name]) for name, form in shown if record.get(name) is not None]
+    if shares := [share for share in record.get("match_share") or [] if share is not None]:
+        words.append("slots " + " ".join(f"{share:.0%}".rstrip("%") for share in shares[:8]) + " %")
+    if record.get("tokens_per_s") is not None:
+        words.append(f"{record['tokens_per_s']:,.0f} tokens/s")
+    if record.get("bucket"):
+        words.append(f"bucket {record['bucket']}")
+    return ", ".join(words)
 
 
 def _while_there(draw) -> None:

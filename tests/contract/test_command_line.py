@@ -48,7 +48,7 @@ def test_help_of_every_verb_has_an_example(verb, capsys):
         main([verb, "--help"])
     except SystemExit as end:
         assert end.code == 0
-    assert f"example:\n  graphcap {verb} " in capsys.readouterr().out
+    assert f"example:\n  graphcap {verb}" in capsys.readouterr().out
 
 
 def test_help_of_a_recipe_prints_every_key_with_type_default_and_a_line(capsys):

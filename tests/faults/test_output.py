@@ -1,11 +1,17 @@
 """What a person sees of a run: graphcap's own lines and one bar, nothing of the libraries'; the second run's table."""
 
+import fcntl
 import os
 import pty
 import re
+import signal
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
+
+from graphcap.ops import blackbox
 
 ROOT = Path(__file__).parents[2]
 SHORT = (
@@ -20,7 +26,7 @@ SHORT = (
     "run.device=cpu",
 )
 OWN_LINES = re.compile(
-    r"graphcap \d|target    |train     |held_out  |plan      |drafter   |training  |update +\d+ +held-out|decoding \d+|"
+    r"graphcap \d|target    |train     |resume    |held_out  |plan      |drafter   |training  |update +\d+ +held-out|decoding \d+|"
     r"\d+ held-out prompts|acceptance length|  (drafter|prompt lookup|walked)|tokens equal|  prompt \d+|seconds per token|"
     r"distinct 4-grams|what limits them|  τ:|  speed:|weights, ready|checkpoint to resume|decode with other settings"
 )
@@ -71,3 +77,45 @@ def test_only_graphcaps_own_lines_and_one_bar_are_seen_and_a_second_run_prints_t
 def test_a_strange_line_would_be_seen():
     assert not OWN_LINES.match("Loading weights: 100%|███| 134/134")
     assert not OWN_LINES.match("UserWarning: something")
+
+
+def test_after_three_resizes_and_a_restart_the_screen_holds_one_bar_and_no_leftover(tmp_path):
+    import pyte
+
+    settings = (*SHORT[6:], "optimizer.max_updates=30", "eval.every=100", "checkpoint.every=5", "progress.every=1")
+    small = ("eval.documents=2", "eval.prompts=1", "eval.passes=1", "eval.max_new_tokens=4", "run.max_restarts=1")
+    command = [sys.executable, "-m", "graphcap", "train", "runs/tiny.toml", *settings, *small, f"run.out={tmp_path}"]
+    master, slave = pty.openpty()
+    screen = pyte.HistoryScreen(120, 40, history=1000)
+    stream = pyte.ByteStream(screen)
+    resize(master, screen, 40, 120)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("COLUMNS", None)
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=slave, stdout=slave, stderr=slave)
+    os.close(slave)
+    sizes, killed = {6: (40, 100), 14: (40, 150), 20: (40, 90)}, False
+    while True:
+        try:
+            part = os.read(master, 65536)
+        except OSError:
+            break
+        stream.feed(part)
+        flights = blackbox.flights(tmp_path / "tiny")
+        update = flights[0].update if flights else 0
+        for when in [when for when in sizes if update >= when]:
+            resize(master, screen, *sizes.pop(when))
+        if not killed and update >= 11 and flights[0].saved >= 5:
+            killed = True
+            os.kill(flights[0].pid, signal.SIGKILL)
+    assert process.wait(timeout=60) == 0 and killed and not sizes
+    past = ["".join(cell.data for _, cell in sorted(line.items())) for line in screen.history.top]
+    lines = [line.rstrip() for line in [*past, *screen.display] if line.strip()]
+    bars = [line for line in lines if "%|" in line]
+    assert len(bars) == 1 and "100%|" in bars[0] and "30/30" in bars[0], "\n".join(lines)
+    assert not [line for line in lines if line not in bars and re.search(r"updates/s|slots \d|\[\d\d:\d\d<", line)]
+    assert sum(line.startswith("restart ") for line in lines) == 1 and any("SIGKILL" in line for line in lines)
+
+
+def resize(terminal: int, screen, num_lines: int, num_columns: int) -> None:
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", num_lines, num_columns, 0, 0))
+    screen.resize(num_lines, num_columns)
