@@ -25,9 +25,10 @@ from graphcap.errors import ConfigError
 from graphcap.model import blocks
 from graphcap.model.drafter import Drafter, DrafterConfig, tapped_layers
 from graphcap.model.target import Target, device_and_dtype, dtype_name, find_mask_token, load_model, load_tokenizer
+from graphcap.ops import caches
 from graphcap.ops.blackbox import GPU_AT, Recorder
 from graphcap.ops.export import check_fits, read_config, read_drafter
-from graphcap.versions import untested
+from graphcap.versions import made_by, untested
 
 
 @dataclasses.dataclass
@@ -57,8 +58,10 @@ def build(recipe: Recipe, *, continued: dict | None, say, recorder: Recorder) ->
     for people. recorder: this process's flight recorder. Raises: GraphcapError for what the user must mend.
     """
     settings = use_deterministic_math()
-    start_compile_workers()
     device, dtype = device_and_dtype(recipe.run.device, recipe.target.dtype)
+    if device.type == "cuda":
+        caches.use(made_by(), say)
+        start_compile_workers()
     _set_threads(recipe, continued, say)
     _check_same_machine(device, dtype, continued)
     recorder.device(f"GPU {torch.cuda.current_device()}" if device.type == "cuda" else "CPU")

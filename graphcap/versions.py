@@ -16,17 +16,11 @@ def environment(settings: dict[str, str]) -> dict:
     """What env.json holds: versions, device and the deterministic settings. An allow-list: no variable, path, user or host."""
     import torch
 
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
     found = {
         "graphcap": __version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "packages": versions,
+        "packages": {name: _version(name) for name in PACKAGES},
         "threads": torch.get_num_threads(),
         "settings": settings,
     }
@@ -39,6 +33,25 @@ def environment(settings: dict[str, str]) -> dict:
             "cuda": torch.version.cuda,
         }
     return found
+
+
+def made_by() -> dict[str, str]:
+    """What compiled kernels depend on: torch, triton and the GPU. Needs a GPU."""
+    import torch
+
+    return {
+        "torch": torch.__version__,
+        "triton": _version("triton") or "none",
+        "gpu": torch.cuda.get_device_name(),
+        "capability": ".".join(map(str, torch.cuda.get_device_capability())),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def untested(torch_version: str) -> str:

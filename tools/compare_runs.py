@@ -28,6 +28,15 @@ def differing_tensors(left: Path, right: Path, name: str) -> tuple[int, list[str
     return len(a), found
 
 
+def differing_metrics(left: Path, right: Path) -> tuple[int, list[str]]:
+    """How many lines the metrics of the first run have, and how those of the second differ, but for the clock."""
+    lines = [[without_clock(line) for line in read_metrics(run / "metrics.jsonl")] for run in (left, right)]
+    found = [f"update {a.get('update')}" for a, b in zip(*lines) if a != b][:5]
+    if len(lines[0]) != len(lines[1]):
+        found.append(f"{len(lines[0])} and {len(lines[1])} lines")
+    return len(lines[0]), found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs=2, type=Path)
@@ -41,12 +50,9 @@ def main() -> int:
         count, found = differing_tensors(*newest, name)
         print(f"{newest[0].name} {name}: {count} tensors, {'bit-equal' if not found else 'DIFFERENT: ' + '; '.join(found)}")
         failed |= bool(found)
-    lines = [[without_clock(line) for line in read_metrics(run / "metrics.jsonl")] for run in (left, right)]
-    different = [a.get("update") for a, b in zip(*lines) if a != b]
-    equal = not different and len(lines[0]) == len(lines[1])
-    verdict = "equal" if equal else f"DIFFERENT at updates {different[:5]} ({len(lines[0])} and {len(lines[1])} lines)"
-    print(f"metrics.jsonl: {len(lines[0])} lines, {verdict}")
-    return int(failed or not equal)
+    count, found = differing_metrics(left, right)
+    print(f"metrics.jsonl: {count} lines, {'equal' if not found else 'DIFFERENT: ' + '; '.join(found)}")
+    return int(failed or bool(found))
 
 
 if __name__ == "__main__":

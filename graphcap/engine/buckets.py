@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from graphcap.engine.capture import Capturer, Graph
-from graphcap.engine.guard import Census, Compiles, Door, bits_of, check_same_bits, refusing_dense_attention
+from graphcap.engine.guard import Census, Compiles, Door, bits_of, check_same_bits, explained
 from graphcap.engine.marks import Marks
 from graphcap.engine.metrics import Idle, gaps_of
 from graphcap.engine.slots import Buffer, Slot, Staging
@@ -125,7 +125,7 @@ class Engine:
             begin = time.perf_counter()
             self._note("compile", bucket=bucket.name)
             self.step.reset()
-            with refusing_dense_attention(bucket.name):
+            with explained(bucket.name, self._smaller(bucket)):
                 self._warm_up(bucket)
             self.start_up.warm_up_s[bucket.name] = time.perf_counter() - begin
             say(f"compile   bucket {bucket.name}: {self.start_up.warm_up_s[bucket.name]:.1f} s")
@@ -252,8 +252,9 @@ class Engine:
         for bucket in self.slots:
             begin = time.perf_counter()
             self._note("capture", bucket=bucket.name)
-            micro = self._captured(f"micro step {bucket.name}", self._micro[bucket])
-            evaluate = self._captured(f"evaluation {bucket.name}", self._evaluate[bucket])
+            with explained(bucket.name, self._smaller(bucket)):
+                micro = self._capturer.capture(f"micro step {bucket.name}", self._micro[bucket])
+                evaluate = self._capturer.capture(f"evaluation {bucket.name}", self._evaluate[bucket])
             self._micro[bucket] = micro.replay
             self._evaluate[bucket] = functools.partial(_replayed, evaluate)
             self.start_up.capture_s[bucket.name] = time.perf_counter() - begin
@@ -262,7 +263,7 @@ class Engine:
                 f"capture   bucket {bucket.name}: {self.start_up.capture_s[bucket.name]:.2f} s, "
                 f"pool {self.start_up.pool_bytes[bucket.name] / 2**20:,.0f} MiB"
             )
-        self._update = self._captured("update", self._update).replay
+        self._update = self._capturer.capture("update", self._update).replay
 
     def _launch(self, launch, what: str) -> None:
         """Note it and call it; once captured, between the two events that tell the GPU's idle time. what: bucket or update."""
@@ -278,8 +279,10 @@ class Engine:
     def _marked(self, function):
         return function if self._marks is None else self._marks.around(function)
 
-    def _captured(self, name: str, function) -> Graph:
-        return self._capturer.capture(name, function)
+    def _smaller(self, bucket) -> str:
+        """Name of the next smaller bucket, or nothing."""
+        names = [one.name for one in self.slots]
+        return "".join(names[names.index(bucket.name) + 1 :][:1])
 
     def _slot(self, bucket) -> Slot:
         if bucket not in self.slots:

@@ -55,8 +55,8 @@ class Capturer:
     def capture(self, name: str, function: Callable[[], object]) -> Graph:
         """Record one call of `function`. It does not run; the first replay does.
 
-        Raises: CaptureError naming the cause and remedies. Stream and garbage collector are as before; torch may keep the
-        pool and a wrong capture state, so the process should end.
+        Raises: CaptureError naming the cause and remedies; torch.OutOfMemoryError as it came. Stream and garbage collector
+        are as before; torch may keep the pool and a wrong capture state, so the process should end.
         """
         before, collecting = torch.cuda.current_stream(), gc.isenabled()
         graph = torch.cuda.CUDAGraph()
@@ -64,6 +64,8 @@ class Capturer:
         try:
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
                 outputs = function()
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             raise _capture_error(name, error) from error
         finally:
@@ -93,17 +95,11 @@ def _capture_error(name: str, error: Exception) -> CaptureError:
     while first.__context__ is not None:
         first = first.__context__
     text = (str(first).strip().splitlines() or [type(first).__name__])[0]
-    if "out of memory" in text.lower():
-        cause, fix = (
-            "not enough GPU memory",
-            "(1) plan a smaller largest bucket (shapes.row_length), (2) lower loss.chunk_tokens",
-        )
-    else:
-        cause = f"{_place(first)} reads a value on the host, synchronizes or copies from pageable memory"
-        fix = (
-            "(1) keep .item(), .tolist(), bool(tensor), torch.cuda.synchronize() out of the step, "
-            "(2) run the same command with --eager, which needs no capture"
-        )
+    cause = f"{_place(first)} reads a value on the host, synchronizes or copies from pageable memory"
+    fix = (
+        "(1) keep .item(), .tolist(), bool(tensor), torch.cuda.synchronize() out of the step, "
+        "(2) run the same command with --eager, which needs no capture"
+    )
     return CaptureError(
         "capture", name, expected="a step that CUDA can record", got=f"{type(first).__name__}: {text}", cause=cause, fix=fix
     )

@@ -9,6 +9,7 @@ Calls: engine/buckets.py, build.py, train.py.
 
 import contextlib
 import os
+import re
 import threading
 import warnings
 from dataclasses import dataclass
@@ -172,10 +173,12 @@ class Door:
 
 
 @contextlib.contextmanager
-def refusing_dense_attention(bucket_name: str):
-    """Around a warm-up: attention that would run outside a fused kernel ends it, before it has allocated any scores.
+def explained(bucket_name: str, smaller: str = ""):
+    """Around a bucket's warm-up and capture: what ends it is told with the bucket's name and what to do.
 
-    Raises: CaptureError naming the bucket, for an uncompiled call and for a recompile limit that is reached.
+    Attention that would run outside a fused kernel ends it before it has allocated any scores. smaller: name of the next
+    smaller bucket, if there is one. Raises: CaptureError for an uncompiled call of flex attention, for a recompile limit that
+    is reached, and for GPU memory that does not suffice.
     """
     from torch._dynamo.exc import FailOnRecompileLimitHit
 
@@ -200,6 +203,21 @@ def refusing_dense_attention(bucket_name: str):
             got="torch's recompile limit",
             cause="beyond it torch would run the function uncompiled, attention with all its scores in memory",
             fix="raise torch._dynamo.config.recompile_limit above the number of buckets and window sizes, or plan fewer",
+        ) from error
+    except torch.OutOfMemoryError as error:
+        asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
+        reserved = f"{torch.cuda.memory_reserved() / 2**30:.1f} GiB" if torch.cuda.is_available() else "nothing"
+        drop = (
+            f"drop it by a plan whose largest bucket is {smaller} (shapes.row_length)" if smaller else "lower shapes.row_length"
+        )
+        raise CaptureError(
+            "bucket",
+            bucket_name,
+            expected="a step that fits into the GPU's memory",
+            got=f"{asked[1] if asked else 'more memory'} asked for with {reserved} already held",
+            cause="a plan needs what its largest bucket needs",
+            fix=f"(1) {drop}, (2) drafter.checkpointing=true, (3) lower loss.chunk_tokens, (4) free the GPU: graphcap doctor "
+            "names other processes",
         ) from error
 
 

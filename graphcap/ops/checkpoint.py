@@ -86,7 +86,8 @@ def verify(path: Path) -> str:
 def newest(folder: Path, *, hashes: bool = True) -> tuple[Path | None, list[str]]:
     """The newest complete checkpoint of `folder`, and one line with the reason for each newer one that was passed over.
 
-    hashes: read every byte; without, files of the right sizes are believed, which takes no time. (None, reasons) where none is complete, (None, []) where there is no folder. Writes nothing; any rank may call it.
+    hashes: read every byte; without, files of the right sizes are believed, which takes no time. (None, reasons) where none
+    is complete, (None, []) where there is no folder. Writes nothing; any rank may call it.
     """
     partials = [(int(match[1]), name) for name in _names(folder) if (match := PARTIAL_NAME.fullmatch(name))]
     unfinished = [(update, f"{name}: a save that did not finish") for update, name in sorted(partials, reverse=True)]

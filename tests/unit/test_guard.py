@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from graphcap.engine.guard import TORCH_NAMES, Census, Door, bits_of, check_same_bits, refusing_dense_attention
+from graphcap.engine.guard import TORCH_NAMES, Census, Door, bits_of, check_same_bits, explained
 from graphcap.errors import CaptureError
 
 
@@ -119,7 +119,7 @@ def test_unfused_flex_attention_is_an_error_that_names_the_bucket_as_long_as_the
     q = torch.randn(1, 1, 16, 16)
     for _ in range(2):
         with pytest.raises(CaptureError, match="512/80.*flex attention called without torch.compile"):
-            with refusing_dense_attention("512/80"):
+            with explained("512/80"):
                 flex_attention(q, q, q)
         door.close()
     door.remove()
@@ -133,13 +133,20 @@ def test_a_recompile_limit_that_is_reached_is_an_error_that_names_the_bucket(doo
         double = compiled(lambda x: x * 2)
         double(torch.ones(3))
         with pytest.raises(CaptureError, match="512/80.*recompile limit"):
-            with refusing_dense_attention("512/80"):
+            with explained("512/80"):
                 double(torch.ones(4))
+
+
+def test_memory_that_does_not_suffice_is_told_with_what_was_asked_and_which_bucket_to_drop():
+    with pytest.raises(CaptureError, match=r"'16384/2048'.*2\.50 GiB asked for.*largest bucket is 12288/1536") as told:
+        with explained("16384/2048", "12288/1536"):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 1 GiB")
+    assert "drafter.checkpointing=true" in str(told.value)
 
 
 def test_other_errors_of_a_warm_up_pass_unchanged():
     with pytest.raises(UserWarning, match="something else"):
-        with refusing_dense_attention("512/80"):
+        with explained("512/80"):
             raise UserWarning("something else")
 
 

@@ -1,0 +1,125 @@
+"""Where compiled kernels are kept between runs: one folder for each torch and GPU, checked before it is used.
+
+Inductor and Triton share caches among all programs of a user, and a file that a kill or a full disk cut short ends every
+later start with an error that names no remedy. So graphcap has a folder of its own, made for this torch and GPU alone; it is
+looked through before the first compile, and a damaged one is replaced, which costs one slower start. A folder that the user
+has named is looked through too, and left as it is.
+
+Calls: build.py, before anything compiles. Loads no torch.
+"""
+
+import json
+import os
+import re
+import shutil
+import struct
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+STAMP = "made_by.json"
+
+
+def use(made_by: dict[str, str], say) -> None:
+    """Set both variables to folders that can be used, where the user has set none. say: called with what was amiss.
+
+    made_by: versions of torch and triton, and the GPU: another of these has other kernels.
+    """
+    for variable, name in VARIABLES.items():
+        chosen = os.environ.get(variable)  # by the user: looked at, never emptied
+        wanted = Path(chosen) if chosen else folder(made_by) / name
+        os.environ[variable] = str(wanted)
+        refused = _refusal(wanted)
+        if refused:
+            os.environ[variable] = tempfile.mkdtemp(prefix=f"graphcap-{name}-")
+            say(f"caches    {wanted} cannot be written ({refused}); kernels are compiled anew, into {os.environ[variable]}")
+            continue
+        amiss = (not chosen and _other_version(wanted, made_by)) or next(damage(wanted), "")
+        if amiss and chosen:
+            say(f"caches    {wanted} ({variable}): {amiss}; if compiling fails, empty that folder")
+        elif amiss:
+            _replace(wanted)
+            say(f"caches    {wanted}: {amiss}; replaced, so this start compiles every kernel")
+        if not chosen:
+            _write_stamp(wanted, made_by)
+
+
+def folder(made_by: dict[str, str]) -> Path:
+    """~/.cache/graphcap/<torch>-<gpu>, or below XDG_CACHE_HOME."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return root / "graphcap" / re.sub(r"[^\w.+-]+", "_", f"{made_by['torch']}-{made_by['gpu']}")
+
+
+def damage(cache: Path) -> Iterator[str]:
+    """What is wrong with files of a cache, one line each: cut short, empty, or no JSON. Reads no more than it must."""
+    for path in sorted(cache.rglob("*")):
+        why = _cut_short(path) if path.is_file() and not path.is_symlink() else ""
+        if why:
+            yield f"{path.relative_to(cache)} {why}"
+
+
+def _cut_short(path: Path) -> str:
+    """Why a file cannot be whole, or nothing."""
+    size = path.stat().st_size
+    if path.suffix == ".json":
+        try:
+            json.loads(path.read_bytes())
+        except ValueError:
+            return "is no JSON"
+    elif path.suffix in (".so", ".cubin"):
+        with open(path, "rb") as file:
+            needed = _elf_bytes(file.read(64))
+        if size < needed:
+            return f"has {size} bytes of {needed}"
+    elif path.suffix == ".py" and size == 0:
+        return "is empty"
+    elif path.suffix == "" and path.parent.parent.parent.name == "fxgraph":  # a pickle, which ends with a full stop
+        with open(path, "rb") as file:
+            file.seek(max(0, size - 1))
+            if file.read() != b".":
+                return "is cut short"
+    return ""
+
+
+def _elf_bytes(head: bytes) -> int:
+    """How many bytes an ELF file has at least, from its header; more than any file if this is none."""
+    if len(head) < 64 or head[:4] != b"\x7fELF" or head[4] != 2:
+        return 1 << 62
+    (sections_at,) = struct.unpack_from("<Q", head, 40)
+    entry_size, count = struct.unpack_from("<HH", head, 58)
+    return sections_at + entry_size * count
+
+
+def _refusal(wanted: Path) -> str:
+    """Why a folder cannot be written, or nothing."""
+    try:
+        wanted.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=wanted):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def _other_version(cache: Path, made_by: dict[str, str]) -> str:
+    """How the cache's stamp differs, or nothing."""
+    try:
+        stamp = json.loads((cache / STAMP).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return ""
+    changed = [f"{name} {stamp.get(name)} -> {value}" for name, value in made_by.items() if stamp.get(name) != value]
+    return f"made by another version ({', '.join(changed)})" if changed else ""
+
+
+def _write_stamp(cache: Path, made_by: dict[str, str]) -> None:
+    beside = cache / f".{STAMP}.{os.getpid()}"
+    beside.write_text(json.dumps(made_by), encoding="utf-8")
+    beside.replace(cache / STAMP)
+
+
+def _replace(cache: Path) -> None:
+    """An empty folder in its place. Renamed first: another run that starts now finds the old one or an empty one."""
+    aside = Path(tempfile.mkdtemp(prefix=f".{cache.name}-", dir=cache.parent))
+    cache.rename(aside / cache.name)
+    cache.mkdir()
+    shutil.rmtree(aside, ignore_errors=True)

@@ -1,0 +1,199 @@
+"""`graphcap status`: its text for a running, a hanging, a finished, a stopped and a dead run, and what it concludes itself."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from graphcap.cli import main
+from graphcap.errors import ConfigError
+from graphcap.ops import blackbox, checkpoint, ending, status
+
+COMMAND = "graphcap train runs/q27b.toml"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A run's folder that has begun, with a checkpoint of update 1,200; its records in memory are taken away afterwards."""
+    run = tmp_path / "q27b"
+    (run / "rank-0").mkdir(parents=True)
+    (run / "config.toml").write_text("")
+    checkpoint.save(run / "checkpoints", 1200, tensors={}, documents={"state.json": {}}, score=None, keep=1)
+    yield run
+    for path in blackbox.memory_folder(run).glob("*"):
+        path.unlink()
+    if blackbox.memory_folder(run).exists():
+        blackbox.memory_folder(run).rmdir()
+
+
+def started(run: Path, *, alive: bool) -> None:
+    identity = blackbox.identity() if alive else {**blackbox.identity(), "pid_start": 1}
+    checkpoint.write_json(run / ending.START, {"version": 1, "command": COMMAND, **identity})
+
+
+def recorder(run: Path, **at) -> blackbox.Recorder:
+    """A record of this process in a replay of update 1,204."""
+    record = blackbox.Recorder(blackbox.memory_folder(run), rank=0)
+    record.device("GPU 6")
+    record.saved(1200)
+    record.finished(1203)
+    record.note("fill", update=1204)
+    record.note("replay", bucket="8192/1024")
+    record.show({"total": 9000, "start": 0, "update": 1200, "loss": 1.5, "block_match": 4.25, "tokens_per_s": 206000.4})
+    return record
+
+
+def dead(run: Path, code: int | None, **more) -> list[str]:
+    end = ending.of_exit(run, code=code, command=COMMAND, **more)
+    checkpoint.write_json(run / ending.END, {**end, "when": "2026-11-30T12:00:00+00:00"})
+    return status.status_of(run)["lines"]
+
+
+def test_a_running_run_says_update_phase_and_each_rank(folder):
+    started(folder, alive=True)
+    recorder(folder)
+    lines = status.status_of(folder)["lines"]
+    assert lines[0] == "running · update 1,204 of 9,000 · replay"
+    assert lines[1] == "  training   loss 1.500, block_match 4.25, 206,000 tokens/s"
+    assert lines[2] == "  checkpoint update 1,200"
+    assert lines[3].startswith("  rank 0     GPU 6, replay, bucket 8192/1024, begun 0.") and len(lines) == 4
+
+
+def test_a_run_that_has_begun_nothing_for_long_is_said_to_hang(folder, monkeypatch):
+    started(folder, alive=True)
+    recorder(folder)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 312)
+    found = status.status_of(folder)
+    assert found["verdict"] == "hanging"
+    assert found["lines"][0] == "running · update 1,204 of 9,000 · replay · rank 0 has begun nothing for 312 s"
+
+
+def test_a_killed_rank_is_told_with_signal_update_bucket_phase_memory_and_how_to_go_on(folder):
+    started(folder, alive=False)
+    record = recorder(folder)
+    record._host_share, record._host_bytes = 0.98, 5 * 2**30
+    record.note("replay", bucket="8192/1024")
+    (folder / "rank-0" / "stderr").write_text("a warning\n\nits last words\n")
+    lines = dead(folder, -9)
+    assert lines[0] == (
+        "dead · rank 0 (GPU 6) · SIGKILL (host memory was nearly full: probably the kernel's out-of-memory killer) at update "
+        f"1,204, bucket 8192/1024, replay · host memory 98% · nothing lost before 1,200 · continue: {COMMAND}"
+    )
+    assert lines[1] == "  ended      2026-11-30T12:00:00+00:00" and lines[-1] == "  stderr     its last words"
+    assert len(lines) <= 12
+
+
+def test_the_launch_that_the_gpu_has_begun_and_not_finished_is_where_it_died(folder):
+    record = recorder(folder)
+    for number, update in ((1, 1205), (2, 1206), (3, 1207)):
+        record.note("replay", update=update, bucket="4096/512", launch=number)
+    record.memory[blackbox.GPU_AT : blackbox.GPU_AT + 16] = (2).to_bytes(8, "little") + (1).to_bytes(8, "little")
+    assert "CUDA error at update 1,206, bucket 4096/512, replay" in dead(folder, 1, reason="CUDA error")[0]
+    record.memory[blackbox.GPU_AT : blackbox.GPU_AT + 16] = (3).to_bytes(8, "little") * 2
+    assert "at update 1,207" in dead(folder, 1, reason="x")[0]
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "words"),
+    [
+        (1, "ValueError: shapes differ", "dead · rank 0 (GPU 6) · ValueError: shapes differ at update 1,204"),
+        (0, "", "it ended with exit code 0 before it had finished"),
+        (-11, "", "SIGSEGV at update 1,204"),
+        (
+            3,
+            "",
+            f"stopped · on request at update 1,204, bucket 8192/1024, replay · nothing lost before 1,200 · continue: {COMMAND}",
+        ),
+        (2, "recipe key 'run.seed': expected …", "refused · recipe key 'run.seed'"),
+    ],
+)
+def test_each_way_to_end_has_its_words(folder, code, error, words):
+    record = recorder(folder)
+    if error:
+        record.error(error)
+    assert words in dead(folder, code)[0]
+
+
+def test_a_deadline_is_told_from_an_exception_by_the_watchdogs_traceback(folder):
+    recorder(folder)
+    (folder / "rank-0" / blackbox.TRACEBACK).write_text("Timeout (0:05:00)!\nThread 0x1 (most recent call first):\n")
+    assert "deadline: it began nothing for too long at update 1,204" in dead(folder, 1)[0]
+
+
+def test_a_finished_run_is_one_line_and_its_time(folder):
+    recorder(folder).note("finished")
+    assert dead(folder, 0) == ["finished · 1,200 updates", "  ended      2026-11-30T12:00:00+00:00"]
+
+
+def test_where_supervisor_and_rank_were_killed_status_concludes_it_and_writes_it_down(folder):
+    code = f"""
+import os, signal
+from pathlib import Path
+from tests.unit.test_status import started, recorder
+started(Path({str(folder)!r}), alive=True)
+recorder(Path({str(folder)!r}))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=False)
+    lines = status.status_of(folder)["lines"]
+    assert lines[0].startswith(
+        "dead · rank 0 (GPU 6) · killed together with its supervisor: SIGKILL, a container's end, or power"
+    )
+    assert "at update 1,204, bucket 8192/1024, replay" in lines[0]
+    end = ending.read(folder, ending.END)
+    assert end["concluded"] and status.status_of(folder)["lines"] == lines
+
+
+def test_a_process_of_the_same_number_that_started_later_is_not_the_one_that_died(folder):
+    started(folder, alive=True)
+    identity = ending.read(folder, ending.START)
+    assert blackbox.lives(identity)
+    assert not blackbox.lives({**identity, "pid_start": identity["pid_start"] + 1})
+    assert not blackbox.lives({**identity, "boot": "00" * 16})
+
+
+def test_values_of_variables_that_look_like_secrets_are_in_no_text(folder, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh12345678")
+    recorder(folder).error("RuntimeError: cannot log in with hf_abcdefgh12345678")
+    (folder / "rank-0" / "stderr").write_text("bad token hf_abcdefgh12345678\n")
+    text = "\n".join(dead(folder, 1)) + (folder / ending.END).read_text()
+    assert "hf_abcdefgh12345678" not in text and "cannot log in with ***" in text and "bad token ***" in text
+    ending.hide_in(folder / "rank-0" / "stderr")
+    assert (folder / "rank-0" / "stderr").read_text() == "bad token ***\n"
+
+
+def test_all_runs_under_a_folder_and_json(folder, capsys):
+    recorder(folder)
+    dead(folder, -6)
+    other = folder.parent / "other"
+    other.mkdir()
+    (other / "config.toml").write_text("")
+    assert main(["status", str(folder.parent)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == 2 and "SIGABRT" in "".join(shown) and "unknown · no record" in "".join(shown)
+    assert main(["status", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["end"]["cause"] == "SIGABRT"
+    with pytest.raises(ConfigError, match="no such folder"):
+        status.run([str(folder / "nowhere")], as_json=False, say=print)
+
+
+def test_a_record_that_is_cut_short_or_of_something_else_is_none(folder):
+    record = recorder(folder)
+    data = record.path.read_bytes()
+    for wrong in (data[:-1], b"", b"x" * len(data), data[:8] + b"\x09" + data[9:]):
+        record.path.write_bytes(wrong)
+        assert blackbox.read(record.path) is None
+
+
+def test_the_ring_holds_the_last_entries_in_order(folder):
+    record = recorder(folder)
+    for update in range(200):
+        record.note("step", update=update, bucket=f"{update}/1")
+    entries = blackbox.read(record.path).entries
+    assert [entry.update for entry in entries] == list(range(200 - blackbox.RING, 200))
