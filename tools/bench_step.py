@@ -4,6 +4,7 @@
     python tools/bench_step.py smol:1024:128 --updates 50
     python tools/bench_step.py --loader smol:1024:128 --updates 10000     # the GPU's idle time with the real loader, memory
     python tools/bench_step.py --checkpointing q0.6b:16384:2048           # gradient checkpointing: memory, time, same bits
+    python tools/bench_step.py --recorder smol:1024:128                   # what the flight recorder costs
     python tools/bench_step.py --start-up shapes/bench8.json              # q0.6b: compile and capture every bucket of a plan
     python tools/bench_step.py --start-up shapes/bench8.json --target     # with a target of that size in the step
 
@@ -17,7 +18,9 @@ import dataclasses
 import gc
 import json
 import statistics
+import tempfile
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -28,12 +31,14 @@ from graphcap.data.packing import Schedule, num_anchors_of
 from graphcap.data.planner import Shapes, plan
 from graphcap.engine import Bucket, Engine
 from graphcap.engine.guard import start_compile_workers, use_deterministic_math
+from graphcap.engine.marks import Marks
 from graphcap.engine.metrics import gaps_of
 from graphcap.engine.optimizer import Hyper
 from graphcap.engine.step import DrafterStep
 from graphcap.model.blocks import decay, default_gamma
 from graphcap.model.drafter import Drafter, DrafterConfig
 from graphcap.model.target import Target
+from graphcap.ops import blackbox
 
 SIZES = {  # hidden, query heads, key heads, head size, MLP, vocabulary
     "smol": (576, 9, 3, 64, 1536, 49152),
@@ -280,6 +285,29 @@ def loader(case: str, updates: int) -> dict:
     return result
 
 
+def recorder(case: str, updates: int) -> dict:
+    """What the flight recorder costs a replayed step: the same step with and without it, by turns."""
+    size, length, num_anchors = case.split(":")
+    bucket, engines = Bucket(int(length), int(num_anchors)), {}
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        record = blackbox.Recorder(Path(folder), rank=0, gpu_bytes=torch.cuda.memory_reserved)
+        marks = Marks(record.memory, blackbox.GPU_AT, torch.device("cuda"))
+        for name, watched in (("without", {}), ("with", {"note": record.note, "marks": marks})):
+            engine = engines[name] = Engine(make_step(size, bucket.length), (bucket,), **watched)
+            engine.prepare(eager=False)
+            engine.fill(bucket, engine.step.example(bucket))
+        taken: dict[str, list[float]] = {name: [] for name in engines}
+        for _ in range(10):
+            for name, engine in engines.items():
+                taken[name].append(timed_ms(lambda engine=engine: (engine.micro_step(bucket), engine.update()), updates)[0])
+        for engine in engines.values():
+            engine.close()
+    ms = {name: statistics.median(values) for name, values in taken.items()}
+    result = {"case": f"recorder {case}", **ms, "cost": ms["with"] / ms["without"] - 1, "all_ms": taken}
+    print(f"{case}: {ms['without']:.3f} ms without, {ms['with']:.3f} ms with the recorder: {result['cost']:+.2%}", flush=True)
+    return result
+
+
 def checkpointing(case: str, updates: int) -> dict:
     """The captured step with every layer's activations kept, and with gradient checkpointing."""
     size, length, num_anchors = case.split(":")
@@ -323,6 +351,7 @@ def main() -> None:
     parser.add_argument("--size", default="q0.6b", choices=SIZES, help="the drafter of --start-up")
     parser.add_argument("--target", action="store_true", help="--start-up with a target of Qwen3-0.6B's shape in the step")
     parser.add_argument("--loader", metavar="CASE", help="measure the GPU's idle time with schedule and loader instead")
+    parser.add_argument("--recorder", metavar="CASE", help="measure what the flight recorder costs instead")
     parser.add_argument("--checkpointing", metavar="CASE", help="measure gradient checkpointing instead")
     options = parser.parse_args()
     settings = use_deterministic_math()
@@ -332,6 +361,8 @@ def main() -> None:
         results.append(start_up(options.start_up, options.size, options.target))
     if options.loader:
         results.append(loader(options.loader, options.updates))
+    if options.recorder:
+        results.append(recorder(options.recorder, options.updates))
     if options.checkpointing:
         results.append(checkpointing(options.checkpointing, options.updates))
     if not results:

@@ -88,6 +88,17 @@ def test_a_killed_rank_is_told_with_signal_update_bucket_phase_memory_and_how_to
     assert len(lines) <= 12
 
 
+def test_the_readme_shows_what_status_says(folder):
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    started(folder, alive=True)
+    record = recorder(folder)
+    assert "\n".join(status.status_of(folder)["lines"][:3]) in text
+    record._host_share = 0.41
+    record._write_now(time.monotonic())
+    (folder / "rank-0" / "stderr").write_text("its last words\n")
+    assert "\n".join(dead(folder, -6)) in text
+
+
 def test_the_launch_that_the_gpu_has_begun_and_not_finished_is_where_it_died(folder):
     record = recorder(folder)
     for number, update in ((1, 1205), (2, 1206), (3, 1207)):
