@@ -1,9 +1,14 @@
 """A run whose rank is killed again and again, against the same run undisturbed: same weights, same history.
 
     python tools/random_kills.py runs/tiny.toml --every 20 --minutes 5 optimizer.max_updates=300 checkpoint.every=10
+    python tools/random_kills.py runs/tiny.toml --instants 100 optimizer.max_updates=30 checkpoint.every=1
 
 Both run under their supervisors, one after the other. The first is killed (SIGKILL to its rank) after random times of
 --every seconds in the mean until --minutes have passed, and restarted by its supervisor each time; then it is left alone.
+With --instants everything of a run, supervisor included, is killed at a random instant, so many times; the same folder goes on
+until it has finished, then another begins. After each kill every JSON file, every line of metrics and every checkpoint that a
+command would accept must be whole.
+
 Prints what was killed where, the verdict, and as the last line one JSON document; exit code 1 if anything differs.
 """
 
@@ -19,7 +24,7 @@ from pathlib import Path
 
 from compare_runs import differing_metrics, differing_tensors
 
-from graphcap.ops import blackbox, checkpoint
+from graphcap.ops import blackbox, checkpoint, status
 from graphcap.ops.progress import read_metrics
 
 FILES = ("model.safetensors", "state.safetensors")
@@ -48,12 +53,56 @@ def kill_at_random(process: subprocess.Popen, folder: Path, *, every_s: float, m
     return kills
 
 
+def killed_at_instants(recipe: str, overrides: list[str], out: Path, *, count: int, seed: int) -> list[str]:
+    """Kill `count` runs at random instants of their life; what was left half-written, if anything."""
+    draw, found, number, finished = random.Random(seed), [], 0, 0
+    for kill in range(count):
+        folder = out / f"run-{number}"
+        process = start(recipe, overrides, out, folder.name)
+        try:
+            process.wait(timeout=draw.uniform(0.5, 12.0))
+            number, finished = number + 1, finished + 1
+        except subprocess.TimeoutExpired:
+            process.kill()  # its ranks get SIGTERM when it is gone, most of them SIGKILL here
+            for flight in blackbox.flights(folder):
+                if flight.alive and draw.random() < 0.7:
+                    os.kill(flight.pid, signal.SIGKILL)
+            process.wait()
+        while any(flight.alive for flight in blackbox.flights(folder)):
+            time.sleep(0.02)
+        amiss = half_written(folder) if folder.exists() else []
+        newest = checkpoint.newest(folder / "checkpoints")[0]
+        print(
+            f"{kill + 1} of {count}: {folder.name}, newest {newest.name if newest else 'none'}; {amiss or 'whole'}", flush=True
+        )
+        found += amiss
+    print(f"{count} starts, {finished} of them ended by themselves, {number} runs finished")
+    return found
+
+
+def half_written(folder: Path) -> list[str]:
+    """Files that a command would read and that are not whole."""
+    found = []
+    for path in [path for path in folder.rglob("*.json") if ".partial" not in str(path)]:
+        try:
+            json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            found.append(f"{path} is no JSON")
+    if (folder / "metrics.jsonl").exists():
+        read_metrics(folder / "metrics.jsonl")
+    if checkpoint.newest(folder / "checkpoints", hashes=False)[0] != checkpoint.newest(folder / "checkpoints")[0]:
+        found.append(f"{folder}: a checkpoint of the right sizes has other bytes")
+    status.status_of(folder)
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--every", type=float, default=20, metavar="SECONDS", help="mean time between kills")
     parser.add_argument("--minutes", type=float, default=5, help="for how long")
+    parser.add_argument("--instants", type=int, default=0, metavar="N", help="kill N runs at random instants instead")
     parser.add_argument("--seed", type=int, default=0, help="of the times")
     parser.add_argument("--out", type=Path, default=Path("runs/out/random_kills"), help="folder for both runs")
     options = parser.parse_intermixed_args()
@@ -61,6 +110,10 @@ def main() -> int:
     for name, folder in folders.items():
         if folder.exists():
             parser.error(f"{folder} exists: remove it or give another --out")
+    if options.instants:
+        amiss = killed_at_instants(options.recipe, options.overrides, options.out, count=options.instants, seed=options.seed)
+        print(json.dumps({"kills": options.instants, "half_written": amiss}))
+        return 1 if amiss else 0
     begin = time.monotonic()
     process = start(options.recipe, [*options.overrides, "run.max_restarts=1000"], options.out, "disturbed")
     kills = kill_at_random(process, folders["disturbed"], every_s=options.every, minutes=options.minutes, seed=options.seed)

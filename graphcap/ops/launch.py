@@ -81,7 +81,7 @@ class Rank:
         blackbox.forget_faults()
         if (self.recipe.folder / "config.toml").exists():
             keep_records(self.recipe.folder, self.memory)
-        _forget(self.memory)
+        forget(self.memory)
 
 
 @contextlib.contextmanager
@@ -130,8 +130,8 @@ def keep_records(folder: Path, memory: Path) -> None:
             (kept / blackbox.TRACEBACK).unlink(missing_ok=True)
 
 
-def _forget(memory: Path) -> None:
-    """Take the records out of the node's memory."""
+def forget(memory: Path) -> None:
+    """Take the records out of the node's memory, once the run's folder has them."""
     for path in memory.glob("rank-*"):
         path.unlink()
     with contextlib.suppress(FileNotFoundError):
@@ -294,7 +294,7 @@ class Supervisor:
 
     def _leave(self, end: dict, restarts: list[str], new: bool) -> int:
         """Write end.json and say how it ended; a run that never began leaves nothing."""
-        _forget(self.memory)
+        forget(self.memory)
         if end["verdict"] == ending.REFUSED and not (self.folder / "config.toml").exists():
             words = end["stderr"]
             for path in sorted(self.folder.rglob("*"), reverse=True):

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 from graphcap.errors import ConfigError
-from graphcap.ops import blackbox, checkpoint, ending
+from graphcap.ops import blackbox, checkpoint, ending, launch
 from graphcap.ops.blackbox import Flight
 
 SILENT_S = 60.0  # a training rank that has begun nothing for so long is said to hang
@@ -53,6 +53,8 @@ def status_of(folder: Path) -> dict:
         end = ending.of_exit(folder, code=None, command=start["command"]) | {"restarts": [], "asked": [], "concluded": True}
         if (folder / "config.toml").is_file():
             checkpoint.write_json(folder / ending.END, end)
+            launch.keep_records(folder, blackbox.memory_folder(folder))
+            launch.forget(blackbox.memory_folder(folder))
     return {"folder": str(folder), "verdict": end["verdict"], "lines": ending.lines(end), "end": end}
 
 

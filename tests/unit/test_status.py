@@ -159,6 +159,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert "at update 1,204, bucket 8192/1024, replay" in lines[0]
     end = ending.read(folder, ending.END)
     assert end["concluded"] and status.status_of(folder)["lines"] == lines
+    assert not blackbox.memory_folder(folder).exists() and blackbox.read(folder / "rank-0" / blackbox.FILE) is not None
 
 
 def test_a_process_of_the_same_number_that_started_later_is_not_the_one_that_died(folder):
