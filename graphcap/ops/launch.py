@@ -172,7 +172,7 @@ class Supervisor:
         self.asked_at = 0.0
         self.workers = None
         self.bar: Progress | None = None
-        self.reason = ""
+        self.reason = self.silence = ""
         self._shown_update, self._read_bytes, self._copied_at = -1, 0, 0.0
 
     def run(self) -> int:
@@ -205,7 +205,7 @@ class Supervisor:
             leftover.unlink()
         (self.folder / ending.END).unlink(missing_ok=True)
         checkpoint.write_json(self.folder / ending.START, {"version": 1, "command": self.command, **blackbox.identity()})
-        self._read_bytes, self._shown_update, self.reason = 0, -1, ""
+        self._read_bytes, self._shown_update, self.reason, self.silence = 0, -1, "", ""
         self.workers = _start(self.folder, [*self.program, *self.arguments])
         self._take_signals()
         try:
@@ -215,7 +215,7 @@ class Supervisor:
         keep_records(self.folder, self.memory)
         for path in (self.folder / "rank-0").iterdir():
             ending.hide_in(path)
-        end = ending.of_exit(self.folder, code=code, command=self.command, reason=self.reason)
+        end = ending.of_exit(self.folder, code=code, command=self.command, reason=self.reason or self.silence)
         if self.reason and end["verdict"] == ending.DEAD:
             end |= {"verdict": ending.STOPPED, "exit_code": ending.EXIT_CODES[ending.STOPPED]}
         return end
@@ -278,6 +278,7 @@ class Supervisor:
         run = self.recipe.run
         seconds = run.start_deadline_s if flight.phase in (*BEFORE_TRAINING, *AFTER_TRAINING) else run.deadline_s
         if seconds and flight.silent_s > seconds + GRACE_S:
+            self.silence = f"deadline: it began nothing for {flight.silent_s:.0f} s, being stopped or stuck in the kernel"
             self.workers.end(at_once=True)
 
     def _take_signals(self) -> None:

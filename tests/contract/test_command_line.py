@@ -189,3 +189,14 @@ def test_a_refusal_of_the_file_system_is_told_in_the_one_form(capsys, monkeypatc
     assert main(["train", TINY]) == 1
     error = capsys.readouterr().err
     assert "file 'runs/out/x/metrics.jsonl'" in error and "No space left" in error and ". Fix: free space" in error
+
+
+def test_status_of_a_runs_folder_loads_no_torch(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").write_text("")
+    code = "import sys, graphcap.cli as cli\ncode = cli.main(['status', sys.argv[1]])\nprint(code, 'torch' in sys.modules)"
+    shown = subprocess.run(
+        [sys.executable, "-c", code, str(run)], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert shown.stdout.splitlines() == ["unknown · no record of how it was started or ended", "0 False"]
