@@ -167,11 +167,11 @@ def _train(options) -> int:
     if options.recipe is None:
         options.parser.error("RECIPE is missing; for example: graphcap train runs/tiny.toml")
     recipe = config.load_recipe(options.recipe, options.overrides)
-    from graphcap.ops import launch, report, runfolder
+    from graphcap.ops import launch, rank, report, runfolder
     from graphcap.ops.progress import quiet_libraries, silence_transformers
 
     is_rank = "RANK" in os.environ  # started by our own supervisor, which has said and checked all this, or by torchrun
-    if launch.SUPERVISOR not in os.environ:
+    if rank.SUPERVISOR not in os.environ:
         if os.environ.get("RANK", "0") == "0":
             _say(f"graphcap {__version__} · {options.recipe} · {recipe.run.note or NOTE}")
         finished = runfolder.finished_result(recipe)
@@ -185,11 +185,11 @@ def _train(options) -> int:
     if not options.here and not is_rank:
         return launch.Supervisor(recipe, arguments, _say).run()
     quiet_libraries(None)
-    with launch.entered(recipe, here=options.here, command=launch.command_of(arguments)) as rank:
+    with rank.entered(recipe, here=options.here, command=rank.command_of(arguments)) as place:
         from graphcap.train import train
 
         silence_transformers()
-        return train(recipe, rank=rank, eager=options.eager, say=_say)
+        return train(recipe, rank=place, eager=options.eager, say=_say)
 
 
 def _say(line: str) -> None:

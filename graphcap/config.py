@@ -46,6 +46,7 @@ class Run:
         0, "restarts in a row without a new checkpoint, after a rank died", unit="restarts", resume="free", low=0
     )
     max_hours: float = key(0.0, "save and stop after so long, to go on later; 0: never", unit="hours", resume="free", low=0)
+    gpu_core_dump: bool = key(False, "name the kernel of a fault on the GPU, by a dump of some megabytes", resume="free")
     on_end: str = key("", "command to run when the run has ended; the path of end.json is appended", resume="free")
 
 

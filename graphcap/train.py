@@ -23,8 +23,8 @@ from graphcap.eval import Prompts, at_dtype, measure, prompts_of, stop_ids_of
 from graphcap.model.target import dtype_name
 from graphcap.ops import checkpoint, report, runfolder
 from graphcap.ops.export import CONFIG, WEIGHTS, config_document, read_drafter, weight_tensors
-from graphcap.ops.launch import Rank
 from graphcap.ops.progress import MetricsLog, Progress, quiet_libraries, read_metrics
+from graphcap.ops.rank import Rank
 from graphcap.ops.saver import Saver
 from graphcap.versions import environment
 

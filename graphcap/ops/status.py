@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 from graphcap.errors import ConfigError
-from graphcap.ops import blackbox, checkpoint, ending, launch
+from graphcap.ops import blackbox, checkpoint, ending, rank
 from graphcap.ops.blackbox import Flight
 
 SILENT_S = 60.0  # a training rank that has begun nothing for so long is said to hang
@@ -53,8 +53,8 @@ def status_of(folder: Path) -> dict:
         end = ending.of_exit(folder, code=None, command=start["command"]) | {"restarts": [], "asked": [], "concluded": True}
         if (folder / "config.toml").is_file():
             checkpoint.write_json(folder / ending.END, end)
-            launch.keep_records(folder, blackbox.memory_folder(folder))
-            launch.forget(blackbox.memory_folder(folder))
+            rank.keep_records(folder, blackbox.memory_folder(folder))
+            rank.forget(blackbox.memory_folder(folder))
     return {"folder": str(folder), "verdict": end["verdict"], "lines": ending.lines(end), "end": end}
 
 
@@ -65,7 +65,7 @@ def _running(folder: Path, ranks: list[Flight], *, supervised: bool) -> dict:
         return {"folder": str(folder), "verdict": "running", "lines": lines, "ranks": []}
     silent = max(flight.silent_s for flight in ranks)
     slowest = max(ranks, key=lambda flight: flight.silent_s)
-    at, shown = slowest.at, first.shown or {}
+    shown = first.shown or {}
     where = f"update {first.update:,}" + (f" of {shown['total']:,}" if "total" in shown else "")
     hangs = f" · rank {slowest.rank} has begun nothing for {silent:.0f} s" if silent > SILENT_S else ""
     alone = "" if supervised else " · its supervisor is gone"
@@ -76,7 +76,7 @@ def _running(folder: Path, ranks: list[Flight], *, supervised: bool) -> dict:
     saved = f"update {first.saved:,}" if first.saved >= 0 else "none yet"
     lines.append(f"  checkpoint {saved}")
     for flight in ranks[:8]:
-        bucket = f", bucket {at.bucket}" if at.bucket else ""
+        bucket = f", bucket {flight.at.bucket}" if "/" in flight.at.bucket else ""
         gpu = f", GPU memory {flight.gpu_bytes / 2**30:.1f} GiB" if flight.gpu_bytes else ""
         alive = "" if flight.alive else ", no longer alive"
         lines.append(

@@ -209,3 +209,21 @@ def test_the_ring_holds_the_last_entries_in_order(folder):
         record.note("step", update=update, bucket=f"{update}/1")
     entries = blackbox.read(record.path).entries
     assert [entry.update for entry in entries] == list(range(200 - blackbox.RING, 200))
+
+
+@pytest.mark.parametrize(
+    ("text", "kernel"),
+    [
+        ("CUDA Exception: Warp Illegal Address\n#0  0x7f in triton_tem_fused_flex_attention_0<<<(8,1),(128)>>> ()", 1),
+        (
+            "  Kernel Dev Grid Status GridDim Invocation\n*      0   0  257 Active (1,1,1) (32,1,1) gather_kernel(long const*)",
+            2,
+        ),
+        ("Opening GPU coredump: gpu.core\nNo symbols", 0),
+    ],
+)
+def test_the_kernel_of_a_gpus_core_dump_is_read_from_what_cuda_gdb_prints(text, kernel):
+    from graphcap.ops.gpucore import kernel_in
+
+    words = ["", "kernel triton_tem_fused_flex_attention_0: Warp Illegal Address", "kernel gather_kernel"]
+    assert kernel_in(text) == words[kernel]

@@ -1,0 +1,50 @@
+"""Core dumps of the GPU: which kernel a fault was in, where the recipe asks for it (`run.gpu_core_dump`).
+
+A fault inside a replay shows up at some later call of the host, and a graph is one launch: only a dump names the kernel. The
+driver writes it, without the contents of memory; cuda-gdb, part of the CUDA toolkit, reads it.
+
+Calls: ops/launch.py. Loads no torch.
+"""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+NAME = "gpu.core"
+LEAN = "skip_nonrelocated_elf_images,skip_global_memory,skip_shared_memory,skip_local_memory,skip_constbank_memory"
+READ_S = 15  # for cuda-gdb
+
+
+def variables(folder: Path) -> dict[str, str]:
+    """Environment of a rank whose driver writes a dump into `folder` at a fault."""
+    return {
+        "CUDA_ENABLE_COREDUMP_ON_EXCEPTION": "1",
+        "CUDA_COREDUMP_FILE": str(folder.resolve() / NAME),
+        "CUDA_COREDUMP_GENERATION_FLAGS": LEAN,
+    }
+
+
+def kernel_of(folder: Path) -> str:
+    """The kernel of the dump in `folder` in words, or how to read it; nothing where there is no dump."""
+    dump = folder / NAME
+    if not dump.is_file():
+        return ""
+    command = ["cuda-gdb", "-batch", "-ex", f"target cudacore {dump}", "-ex", "info cuda kernels"]
+    if shutil.which(command[0]) is None:
+        return f"read {dump} with cuda-gdb -ex 'target cudacore {dump}'"
+    try:
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=READ_S, check=False, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired:
+        return f"cuda-gdb did not read {dump} within {READ_S} s"
+    return kernel_in(shown.stdout) or f"cuda-gdb names no kernel of {dump}"
+
+
+def kernel_in(text: str) -> str:
+    """The faulting kernel in what cuda-gdb prints, with the exception; nothing if there is none."""
+    fault = re.search(r"CUDA Exception: (.+)", text)
+    kernel = re.search(r"^\*.*\s([A-Za-z_]\w*)\(", text, re.MULTILINE)  # the focused line of `info cuda kernels`
+    kernel = kernel or re.search(r"#0\s+0x[0-9a-f]+ in ([A-Za-z_]\w*)", text)
+    if kernel is None:
+        return ""
+    return f"kernel {kernel[1]}" + (f": {fault[1].strip()}" if fault else "")
