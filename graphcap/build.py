@@ -5,6 +5,7 @@ Calls: train.py.
 """
 
 import dataclasses
+import os
 import time
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from graphcap.engine.guard import start_compile_workers, use_deterministic_math
 from graphcap.engine.marks import Marks
 from graphcap.engine.optimizer import Hyper
 from graphcap.engine.step import DrafterStep
-from graphcap.errors import ConfigError
+from graphcap.errors import CaptureError, ConfigError
 from graphcap.model import blocks
 from graphcap.model.drafter import Drafter, DrafterConfig, tapped_layers
 from graphcap.model.target import Target, device_and_dtype, dtype_name, find_mask_token, load_model, load_tokenizer
@@ -64,7 +65,7 @@ def build(recipe: Recipe, *, continued: dict | None, say, recorder: Recorder) ->
         start_compile_workers()
     _set_threads(recipe, continued, say)
     _check_same_machine(device, dtype, continued)
-    recorder.device(f"GPU {torch.cuda.current_device()}" if device.type == "cuda" else "CPU")
+    recorder.device(_gpu_name() if device.type == "cuda" else "CPU")
     recorder.note("load target")
     begin = time.monotonic()
     where = {"revision": recipe.target.revision, "trust_remote_code": recipe.target.trust_remote_code}
@@ -107,18 +108,28 @@ def build(recipe: Recipe, *, continued: dict | None, say, recorder: Recorder) ->
         evaluation=evaluation,
         shapes=shapes,
         schedule=schedule,
-        engine=Engine(step, shapes.buckets, note=recorder.note, marks=_marks(recorder, device)),
+        engine=Engine(step, shapes.buckets, note=recorder.note, marks=_marks(recorder, device, say)),
         settings=settings,
         recorder=recorder,
     )
 
 
-def _marks(recorder: Recorder, device: torch.device) -> Marks | None:
-    """On a GPU the launches it has begun and finished are written into the flight record by itself."""
+def _marks(recorder: Recorder, device: torch.device, say) -> Marks | None:
+    """On a GPU the launches it has begun and finished are written into the flight record by itself, where it can."""
     if device.type != "cuda":
         return None
     recorder.gpu_bytes = torch.cuda.memory_reserved
-    return Marks(recorder.memory, GPU_AT, device)
+    try:
+        return Marks(recorder.memory, GPU_AT, device)
+    except CaptureError as error:
+        say(f"records   a fault inside a replay will not be pinned to its update: {error}")
+        return None
+
+
+def _gpu_name() -> str:
+    """The GPU as the machine counts them, where CUDA_VISIBLE_DEVICES says so, else as torch does."""
+    place, visible = torch.cuda.current_device(), os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return f"GPU {visible[place].strip() if place < len(visible) and visible[place].strip() else place}"
 
 
 def _set_threads(recipe: Recipe, continued: dict | None, say) -> None:

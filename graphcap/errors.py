@@ -4,6 +4,22 @@ Every error a user can cause has the form `<thing> '<name>': expected â€¦, got â
 process with exit code 2. A failure of CUDA is a `CaptureError` (exit code 1). Our own bugs are plain `assert`s.
 """
 
+import contextlib
+
+
+@contextlib.contextmanager
+def closing(thing):
+    """Close `thing` at the end. An error on its way is never hidden: what closing says becomes a note on it."""
+    try:
+        yield thing
+    except BaseException as error:
+        try:
+            thing.close()
+        except Exception as failure:
+            error.add_note(f"Closing failed too: {failure}")
+        raise
+    thing.close()
+
 
 class GraphcapError(Exception):
     """Base of all errors of graphcap. `exit_code` is what the command line returns."""

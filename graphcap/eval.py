@@ -33,11 +33,12 @@ TIE = 1e-4  # two largest logits closer than this in float32: greedy decoding ha
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts:
-    """Tokenised prompts, and when a reply ends."""
+    """Tokenised prompts, when a reply ends, and how often all of them are decoded for the time."""
 
     token_ids: list[list[int]]
     stop_ids: set[int]
     max_new_tokens: int
+    passes: int
 
 
 def prompts_of(documents: list[Document], *, count: int) -> list[list[int]]:
@@ -79,17 +80,17 @@ def stop_ids_of(model, tokenizer) -> set[int]:
     return (found | {tokenizer.eos_token_id}) - {None}
 
 
-def measure(target: Target, drafter: Drafter, prompts: Prompts, *, passes: int, before: Drafter | None, say, note=None) -> dict:
-    """Decode every prompt plainly and with the drafter, `passes` times by turns, and compare.
+def measure(target: Target, drafter: Drafter, prompts: Prompts, *, before: Drafter | None, say, note=None) -> dict:
+    """Decode every prompt plainly and with the drafter, `prompts.passes` times by turns, and compare.
 
     before: the drafter as it was before training, decoded once, or None. say: called with a line of what happens next. note:
     called with "decode" before every prompt. Returns the result that ops/report.table prints. Raises: nothing of its own.
     """
     plain_s, drafted_s = [], []
     plain = drafted = []
-    say(f"decoding {len(prompts.token_ids)} held-out prompts, plain and with the drafter, {passes} times")
+    say(f"decoding {len(prompts.token_ids)} held-out prompts, plain and with the drafter, {prompts.passes} times")
     with _decoder(target, drafter, prompts, note) as decode:
-        for _ in range(passes):
+        for _ in range(prompts.passes):
             plain, drafted = decode(decode_plain), decode(decode_speculative)
             plain_s.append(_seconds_per_token(plain))
             drafted_s.append(_seconds_per_token(drafted))
@@ -101,7 +102,7 @@ def measure(target: Target, drafter: Drafter, prompts: Prompts, *, passes: int, 
     result = {
         "prompts": len(texts),
         "max_new_tokens": prompts.max_new_tokens,
-        "passes": passes,
+        "passes": prompts.passes,
         "dtype": dtype_name(target.head_VD.dtype),
         "device": target.head_VD.device.type,
         "after": report.acceptance([reply.committed for reply in drafted]),
@@ -243,9 +244,14 @@ def _measure_folder(
     else:
         limits = {"max_length": data.max_length, "on_long": data.on_long, "on_bad_line": data.on_bad_line}
         texts = prompts_of(load_documents(data.held_out, tokenizer, **limits).documents, count=chosen["prompts"])
-    prompts = Prompts(token_ids=texts, stop_ids=stop_ids_of(model, tokenizer), max_new_tokens=chosen["max_new_tokens"])
+    prompts = Prompts(
+        token_ids=texts,
+        stop_ids=stop_ids_of(model, tokenizer),
+        max_new_tokens=chosen["max_new_tokens"],
+        passes=chosen["passes"],
+    )
     target = Target(model, drafter.config.target_layer_ids)
-    result = measure(target, drafter, prompts, passes=chosen["passes"], before=None, say=lambda line: None)
+    result = measure(target, drafter, prompts, before=None, say=lambda line: None)
     return {**result, "weights": str(weights)}
 
 

@@ -18,7 +18,7 @@ from graphcap.data.loader import arrange
 from graphcap.data.packing import Update
 from graphcap.engine.metrics import Fetch
 from graphcap.engine.step import RING
-from graphcap.errors import CheckpointError, TrainingError
+from graphcap.errors import CheckpointError, TrainingError, closing
 from graphcap.eval import Prompts, at_dtype, measure, prompts_of, stop_ids_of
 from graphcap.model.target import dtype_name
 from graphcap.ops import checkpoint, report, runfolder
@@ -49,27 +49,15 @@ def train(recipe: Recipe, *, rank: Rank, eager: bool = False, say=print) -> int:
         checkpoint.check_room(recipe.folder, (recipe.checkpoint.keep + 2) * checkpoint.needed_bytes(_tensors(run)))
     else:
         check_position(run, newest, continued)
-    with rank.lock():
-        _check_still_newest(recipe.folder, newest)
-        runfolder.create(recipe, shapes_json=run.shapes.to_json(), environment=environment(run.settings))
-        quiet_libraries(recipe.folder / "libraries.log")
-        try:
-            run.engine.prepare(eager=eager, say=say)
-            if continued is not None:
-                resume(run, newest, continued, say)
-            with Saver(run.folder / "checkpoints", keep=recipe.checkpoint.keep, on_saved=recorder.saved) as saver:
-                saver.reserve(_tensors(run))
-                rank.trains(True)
-                complete = _loop(run, rank, saver, say=say)
-            rank.trains(False)
-            for line in run.engine.summary():
-                say(f"engine    {line}")
-        finally:
-            run.engine.close()
-        if not complete:
-            say(f"stopped   on request after update {run.position} of {run.schedule.num_updates}; the same command goes on")
-            return 3
-        result = conclude(run, say=say, note=recorder.note)
+    runfolder.create(recipe, shapes_json=run.shapes.to_json(), environment=environment(run.settings))
+    quiet_libraries(recipe.folder / "libraries.log")
+    with closing(run.engine):
+        complete = _train(run, rank, newest, continued, eager=eager, say=say)
+    if not complete:
+        say(f"stopped   after update {run.position} of {run.schedule.num_updates}; the same command goes on")
+        recorder.note("stopped")
+        return 3
+    result = conclude(run, say=say, note=recorder.note)
     say(f"\n{report.table(result, recipe.folder)}\n")
     say(
         f"decode with other settings: graphcap eval {shlex.quote(str(recipe.folder))} --prompts FILE.jsonl --max-new-tokens 256"
@@ -78,21 +66,23 @@ def train(recipe: Recipe, *, rank: Rank, eager: bool = False, say=print) -> int:
     return 0
 
 
-def _check_still_newest(folder: Path, newest: Path | None) -> None:
-    """Nobody trained here between reading the newest checkpoint and locking the folder: going on from it would cut their work.
-
-    Raises: CheckpointError if somebody did.
-    """
-    now = checkpoint.newest(folder / "checkpoints")[0]
-    if now != newest:
-        raise CheckpointError(
-            "run's folder",
-            folder,
-            expected=f"{newest.name if newest else 'no checkpoint'} as the newest, as when this process started",
-            got=now.name if now else "none",
-            cause="another process trained here meanwhile",
-            fix="give the same command again: it continues from there",
-        )
+def _train(run: TrainingRun, rank: Rank, newest: Path | None, continued: dict | None, *, eager: bool, say) -> bool:
+    """Compile and capture, take up the state, run the loop, and say what the engine did. False: stopped on request."""
+    recipe, recorder = run.recipe, rank.recorder
+    run.engine.prepare(eager=eager, say=say)
+    if continued is not None:
+        recorder.note("load state")
+        resume(run, newest, continued, say)
+    with Saver(run.folder / "checkpoints", keep=recipe.checkpoint.keep, on_saved=recorder.saved) as saver:
+        recorder.note("reserve")
+        saver.reserve(_tensors(run))
+        rank.hurries(True)
+        complete = _loop(run, rank, saver, say=say)
+        rank.hurries(False)
+        recorder.note("save")
+    for line in run.engine.summary():
+        say(f"engine    {line}")
+    return complete
 
 
 def _loop(run: TrainingRun, rank: Rank, saver: Saver, *, say) -> bool:
@@ -100,7 +90,9 @@ def _loop(run: TrainingRun, rank: Rank, saver: Saver, *, say) -> bool:
     recipe, engine, schedule, recorder = run.recipe, run.engine, run.schedule, rank.recorder
     say(f"training  {schedule.num_updates - run.position} updates")
     record = Record(run, rank, saver, say)
-    try:
+    with closing(record):
+        if record.owes_evaluation() and not record.evaluate():
+            return False
         for update in schedule.updates(run.position):
             recorder.note("fill", update=update.index + 1)
             for row in update.rows_of(rank=0):
@@ -111,16 +103,15 @@ def _loop(run: TrainingRun, rank: Rank, saver: Saver, *, say) -> bool:
             recorder.finished(run.position)
             record.after(update)
             last = run.position == schedule.num_updates
-            if run.position % recipe.eval.every == 0 or last:
-                record.evaluate()
+            if (run.position % recipe.eval.every == 0 or last) and not record.evaluate():
+                record.save()
+                return False
             stop = rank.stop_asked() and not last
             if run.position % recipe.checkpoint.every == 0 or last or stop:
                 record.save()
             if stop:
                 return False
         return True
-    finally:
-        record.close()
 
 
 def _arrays(run: TrainingRun, row, epoch: int) -> dict[str, np.ndarray]:
@@ -132,7 +123,7 @@ class Record:
     """What the loop leaves behind: metrics lines, the bar, checkpoints. Metrics wait on the device until fetched."""
 
     def __init__(self, run: TrainingRun, rank: Rank, saver: Saver, say) -> None:
-        self.run, self.recorder, self.saver, self.pending = run, rank.recorder, saver, []
+        self.run, self.rank, self.recorder, self.saver, self.pending = run, rank, rank.recorder, saver, []
         self.metrics = MetricsLog(run.folder / "metrics.jsonl")
         self.metrics.cut(run.position)
         found = sum(line["kind"] == "train" for line in read_metrics(run.folder / "metrics.jsonl"))
@@ -142,7 +133,7 @@ class Record:
         total, start = run.schedule.num_updates, run.position
         self.progress = Progress(total, start=start) if rank.draws else None
         self.say, self.bar = (self.progress.say if rank.draws else say), {"total": total, "start": start}
-        self.skipped_in_a_row = 0
+        self.skipped_in_a_row, self.diverged = 0, None
         self.fetched: tuple[list[Update], Fetch, float] | None = None  # updates, their metrics, seconds they took
         self.walked: tuple[int, float] | None = None
         self.begin = self.last_fetch = time.monotonic()
@@ -150,9 +141,12 @@ class Record:
     def after(self, update: Update) -> None:
         """Note an update. Every `progress.every` of them metrics set out for the host; their lines follow on arrival.
 
-        Raises: the error of a save that failed meanwhile.
+        Raises: the error of a save that failed meanwhile; TrainingError if gradients have not been finite for long.
         """
         self.saver.check()
+        if self.diverged is not None:
+            self.save()
+            raise self.diverged
         self.pending.append(update)
         if self.fetched is not None and self.fetched[1].ready():
             self._write()
@@ -191,12 +185,22 @@ class Record:
         if self.progress is not None:
             self.progress.update(shown)
 
-    def evaluate(self) -> None:
-        """Evaluate on the held-out documents; write and say the result."""
+    def owes_evaluation(self) -> bool:
+        """Whether a stop came before the evaluation that belongs to the update the run goes on from."""
+        position, recipe = self.run.position, self.run.recipe
+        if not position or position % recipe.eval.every:
+            return False
+        lines = read_metrics(self.run.folder / "metrics.jsonl")
+        return not any(line["kind"] == "eval" and line["update"] == position for line in lines)
+
+    def evaluate(self) -> bool:
+        """Evaluate on the held-out documents; write and say the result. False: a stop was asked for before it was complete."""
         self.recorder.note("eval")
         self.flush()
         begin, update = time.monotonic(), self.run.position
-        result = self.run.evaluation.run(self.run.engine)
+        result = self.run.evaluation.run(self.run.engine, asked_to_stop=self.rank.stop_asked)
+        if result is None:
+            return False
         self.walked = (update, result["walked_estimate"])
         self.metrics.append({"kind": "eval", "update": update, **result, "eval_s": time.monotonic() - begin})
         self.say(
@@ -204,6 +208,7 @@ class Record:
             f"walked estimate {result['walked_estimate']:.2f}"
         )
         self.last_fetch = time.monotonic()
+        return True
 
     def save(self) -> None:
         """Begin a checkpoint of the current update; its score is the walked estimate if one was made at this update.
@@ -213,8 +218,10 @@ class Record:
         self.flush()
         self.metrics.sync()
         score = self.walked[1] if self.walked and self.walked[0] == self.run.position else None
+        self.rank.hurries(False)  # a save before this one may still be under way, on a slow disk
         self.recorder.note("save")
         self.saver.begin(self.run.position, tensors=_tensors(self.run), documents=_documents(self.run), score=score)
+        self.rank.hurries(True)
         self.run.engine.pause()
         self.last_fetch = time.monotonic()
 
@@ -224,21 +231,21 @@ class Record:
         self.metrics.close()
 
     def _check_finite(self, line: dict) -> None:
-        """Raises: TrainingError once optimizer.max_skipped updates in a row had gradients that were not finite."""
+        """Note, for `after`, that optimizer.max_skipped updates in a row had gradients that were not finite."""
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if line["skipped"] else 0
         if self.skipped_in_a_row < self.run.recipe.optimizer.max_skipped:
             return
         state = self.run.engine.step.state
         bad = [name for name, norm in zip(state.names, state.norms_P.tolist(), strict=True) if not math.isfinite(norm)]
-        raise TrainingError(
+        self.diverged = TrainingError(
             "gradients of update",
             line["update"],
             expected="finite numbers",
             got=f"nan or inf, as in the {self.skipped_in_a_row - 1} updates before",
             cause=f"in {len(bad)} of {len(state.names)} tensors, first {', '.join(bad[:3]) or 'none of the last update'}; "
             "parameters are as they were before these updates",
-            fix="lower optimizer.learning_rate, look for features that are not finite in the target's dtype, or raise "
-            "optimizer.max_skipped",
+            fix="start a new run from the last checkpoint (drafter.init) with a lower optimizer.learning_rate, look for "
+            "features that are not finite in the target's dtype, or raise optimizer.max_skipped",
         )
 
     def _counts(self, update: Update) -> dict[str, int]:
@@ -323,8 +330,9 @@ def conclude(run: TrainingRun, *, say, note) -> dict:
         token_ids=prompts_of(run.held_out, count=recipe.eval.prompts),
         stop_ids=stop_ids_of(target.model, run.tokenizer),
         max_new_tokens=recipe.eval.max_new_tokens,
+        passes=recipe.eval.passes,
     )
-    result = measure(target, drafter, prompts, passes=recipe.eval.passes, before=untrained, say=say, note=note)
+    result = measure(target, drafter, prompts, before=untrained, say=say, note=note)
     result |= {
         "walked_estimate": checkpoint.read_manifest(weights)["score"],
         "weights": f"checkpoints/{weights.name}",

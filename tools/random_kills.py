@@ -60,7 +60,9 @@ def killed_at_instants(recipe: str, overrides: list[str], out: Path, *, count: i
         folder = out / f"run-{number}"
         process = start(recipe, overrides, out, folder.name)
         try:
-            process.wait(timeout=draw.uniform(0.5, 12.0))
+            code = process.wait(timeout=draw.uniform(0.5, 12.0))
+            if code:
+                found.append(f"{folder.name}: a start ended with exit code {code}: {process.stderr.read()[-300:]}")
             number, finished = number + 1, finished + 1
         except subprocess.TimeoutExpired:
             process.kill()  # its ranks get SIGTERM when it is gone, most of them SIGKILL here

@@ -38,7 +38,7 @@ class Step:
         raise self._missing("buffers")
 
     def example(self, bucket) -> dict[str, np.ndarray]:
-        """A row that fills the bucket, for warm-up and audit."""
+        """A row that fills the bucket, for warm-up and audit; better another one at every call."""
         raise self._missing("example")
 
     def micro(self, slot: Slot) -> None:
@@ -90,7 +90,7 @@ class Engine:
         """note: called with (phase, bucket=…, launch=…) before everything the engine begins. marks: set by every launch."""
         self.step = step
         self._note = note if note is not None else _nothing
-        self._marks, self._num_launches = marks, 0
+        self._marks, self._num_launches, self._preparing = marks, 0, False
         on_gpu = step.device.type == "cuda"
         largest = max(Slot(b.name, step.buffers(b), torch.device("meta")).flat.numel() for b in buckets)
         staging = Staging(largest, step.device) if on_gpu else None
@@ -121,23 +121,26 @@ class Engine:
         self._stream_before = torch.cuda.current_stream()
         self._capturer.stream.wait_stream(self._stream_before)
         torch.cuda.set_stream(self._capturer.stream)
+        self._preparing = True
         for bucket in self.slots:
             begin = time.perf_counter()
             self._note("compile", bucket=bucket.name)
             self.step.reset()
             with explained(bucket.name, self._smaller(bucket)):
                 self._warm_up(bucket)
-            self.start_up.warm_up_s[bucket.name] = time.perf_counter() - begin
-            say(f"compile   bucket {bucket.name}: {self.start_up.warm_up_s[bucket.name]:.1f} s")
-            self._note("audit", bucket=bucket.name)
-            self.step.audit(bucket, self.slots[bucket])
+                self.start_up.warm_up_s[bucket.name] = time.perf_counter() - begin
+                say(f"compile   bucket {bucket.name}: {self.start_up.warm_up_s[bucket.name]:.1f} s")
+                self._note("audit", bucket=bucket.name)
+                self.step.audit(bucket, self.slots[bucket])
         self.door.close()
-        expected = {bucket: self._audited(bucket) for bucket in self.slots}
+        rows = {bucket: self.step.example(bucket) for bucket in self.slots}  # not those of the warm-up, if examples differ
+        expected = {bucket: self._audited(bucket, rows[bucket]) for bucket in self.slots}
         if not eager:
             self._capture(say)
             for bucket in self.slots:
-                check_same_bits(bucket.name, expected[bucket], self._audited(bucket))
+                check_same_bits(bucket.name, expected[bucket], self._audited(bucket, rows[bucket]))
             self._idle = Idle()
+        self._preparing = False
         self.step.reset()
         if self._marks is not None:
             self._marks.reset()
@@ -157,7 +160,7 @@ class Engine:
     def evaluate(self, bucket):
         """Forward only on the row in the bucket's slot; the results are copies that later launches do not touch."""
         self._slot(bucket)
-        self._note("eval", bucket=bucket.name)
+        self._note("audit" if self._preparing else "eval", bucket=bucket.name)
         self.pause()
         return tuple(tensor.clone() for tensor in self._evaluate[bucket]())
 
@@ -212,20 +215,26 @@ class Engine:
         return [f"GPU idle {share:.1%} between replays; without a kernel in a replay {inside}"]
 
     def close(self) -> None:
-        """Destroy the graphs, open the door and give the stream back. A second time does nothing."""
-        if self._capturer is not None:
-            torch.cuda.synchronize()
-            self._micro = self._evaluate = {}
-            self._capturer.close()
-            self._capturer = self._idle = None
+        """Destroy the graphs, open the door and give the stream back. A second time does nothing.
+
+        Raises: what CUDA says if it is dead; the door is open then, too.
+        """
+        capturer, self._capturer = self._capturer, None
+        door, self.door = self.door, None
+        stream, self._stream_before = self._stream_before, None
+        try:
+            if capturer is not None:
+                torch.cuda.synchronize()
+                self._micro = self._evaluate = {}
+                capturer.close()
+                self._idle = None
+        finally:
             gc.unfreeze()
-        if self.door is not None:
-            self.door.remove()
-            self.door = None
-        if self._stream_before is not None:
-            self._stream_before.wait_stream(torch.cuda.current_stream())
-            torch.cuda.set_stream(self._stream_before)
-            self._stream_before = None
+            if door is not None:
+                door.remove()
+            if stream is not None:
+                stream.wait_stream(torch.cuda.current_stream())
+                torch.cuda.set_stream(stream)
 
     def _warm_up(self, bucket) -> None:
         self.fill(bucket, self.step.example(bucket))
@@ -235,15 +244,16 @@ class Engine:
             self._update()
         torch.cuda.synchronize()
 
-    def _audited(self, bucket) -> dict[str, int]:
-        """Checksums of what an evaluation, a micro step and an update from the start leave, on the bucket's example."""
+    def _audited(self, bucket, arrays: dict[str, np.ndarray]) -> dict[str, int]:
+        """Checksums of what an evaluation, a micro step and an update from the start leave on these inputs."""
         self.step.reset()
-        self.fill(bucket, self.step.example(bucket))
-        bits = {f"evaluation {number}": bits_of(tensor) for number, tensor in enumerate(self.evaluate(bucket))}
-        self.micro_step(bucket)
-        bits |= {f"{name} after a micro step": bits_of(tensor) for name, tensor in self.step.state_tensors().items()}
-        self.update()
-        return bits | {f"{name} after an update": bits_of(tensor) for name, tensor in self.step.state_tensors().items()}
+        with explained(bucket.name, self._smaller(bucket)):
+            self.fill(bucket, arrays)
+            bits = {f"evaluation {number}": bits_of(tensor) for number, tensor in enumerate(self.evaluate(bucket))}
+            self.micro_step(bucket)
+            bits |= {f"{name} after a micro step": bits_of(tensor) for name, tensor in self.step.state_tensors().items()}
+            self.update()
+            return bits | {f"{name} after an update": bits_of(tensor) for name, tensor in self.step.state_tensors().items()}
 
     def _capture(self, say) -> None:
         """One graph per bucket and function, largest bucket first; then the update. From here on the calls replay."""
@@ -269,11 +279,11 @@ class Engine:
         """Note it and call it; once captured, between the two events that tell the GPU's idle time. what: bucket or update."""
         self._num_launches += 1
         number = self._num_launches if self._marks is not None else 0
+        phase = "audit" if self._preparing else "step" if self._idle is None else "replay"
+        self._note(phase, bucket=what, launch=number)
         if self._idle is None:
-            self._note("step", bucket=what, launch=number)
             launch()
         else:
-            self._note("replay", bucket=what, launch=number)
             self._idle.around(launch)
 
     def _marked(self, function):

@@ -36,11 +36,16 @@ class Evaluation:
         self.documents = {document.id: document for document in documents}
         self.passes = [one for row in _rows(documents, buckets) for one in _passes(row, self.documents)]
 
-    def run(self, engine: Engine) -> dict[str, float]:
-        """loss, block_match, walked_estimate (tokens committed ÷ visits) and documents. Reads results on the host."""
+    def run(self, engine: Engine, *, asked_to_stop=lambda: False) -> dict[str, float] | None:
+        """loss, block_match, walked_estimate (tokens committed ÷ visits) and documents. Reads results on the host.
+
+        None if `asked_to_stop()` was true before all passes were made.
+        """
         total = None
         matches: dict[int, dict[int, int]] = {number: {} for number in self.documents}
         for one in self.passes:
+            if asked_to_stop():
+                return None
             engine.fill(one.bucket, one.arrays)
             statistics, correct_NJ = engine.evaluate(one.bucket)
             total = statistics.double() if total is None else total + statistics.double()

@@ -47,6 +47,7 @@ TORCH_NAMES = (
     ("torch._foreach_norm", "2.11 2.13"),
     ("torch._foreach_add_", "2.11 2.13"),
 )
+CHECKSUM_BYTES = 2**26
 UNFUSED = "flex_attention called without torch.compile"
 
 
@@ -245,13 +246,17 @@ class Census:
 def bits_of(tensor: Tensor) -> int:
     """A 64-bit checksum of a tensor's bits and of where they stand, made on its device; reads on the host.
 
-    Two tensors that differ in one bit, or in the order of their elements, have different checksums.
+    Two tensors that differ in one bit, or in the order of their elements, have different checksums. Needs memory for a few
+    copies of CHECKSUM_BYTES, however large the tensor is.
     """
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    padded = torch.nn.functional.pad(flat, (0, -flat.numel() % 8192)).view(torch.int32).view(-1, 2048)
-    rows, columns = padded.sum(1, dtype=torch.int64), padded.sum(0, dtype=torch.int64)
-    odd = torch.arange(1, max(len(rows), len(columns)) + 1, device=tensor.device) * 2654435761 * 2 + 1
-    return int((rows * odd[: len(rows)]).sum() + 3 * (columns * odd[: len(columns)]).sum())
+    total = 0
+    for part in tensor.detach().contiguous().reshape(-1).view(torch.uint8).split(CHECKSUM_BYTES):
+        padded = torch.nn.functional.pad(part, (0, -part.numel() % 8192)).view(torch.int32).view(-1, 2048)
+        rows, columns = padded.sum(1, dtype=torch.int64), padded.sum(0, dtype=torch.int64)
+        odd = torch.arange(1, max(len(rows), len(columns)) + 1, device=part.device) * 2654435761 * 2 + 1
+        bits = int((rows * odd[: len(rows)]).sum() + 3 * (columns * odd[: len(columns)]).sum())
+        total = (total * 6364136223846793005 + bits) % 2**64
+    return total
 
 
 def check_same_bits(bucket_name: str, eager: dict[str, int], replayed: dict[str, int]) -> None:

@@ -9,18 +9,30 @@ from collections.abc import Callable
 
 import torch
 
+from graphcap.errors import CaptureError
+
 
 class Marks:
     """Two int64 in host memory, [begun, finished], that every marked launch raises by one."""
 
     def __init__(self, memory, place: int, device: torch.device) -> None:
-        """memory: a writable buffer of the host, page-aligned; the numbers stand at byte `place`, on a page of their own."""
+        """memory: a writable buffer of the host, page-aligned; the numbers stand at byte `place`, on a page of their own.
+
+        Raises: CaptureError if the driver does not take this memory.
+        """
         self._page = torch.frombuffer(memory, dtype=torch.int64, count=2, offset=place)
         address = self._page.data_ptr()
         assert address % 4096 == 0, f"the marks begin at {address % 4096} bytes of a page"
         # Pinned, so that a copy into it can be captured; never unregistered, the process keeps the mapping to its end.
-        error = torch.cuda.cudart().cudaHostRegister(address, 4096, 0)
-        assert error == torch.cuda.cudart().cudaError.success, f"cudaHostRegister: {error}"
+        code = int(torch.cuda.cudart().cudaHostRegister(address, 4096, 0))
+        if code:
+            raise CaptureError(
+                "flight record",
+                "its page for the GPU",
+                expected="memory that the driver can write to",
+                got=f"error {code} of cudaHostRegister",
+                fix="make /dev/shm writable",
+            )
         self._counts = torch.zeros(2, dtype=torch.int64, device=device)
 
     def reset(self) -> None:

@@ -6,6 +6,8 @@ added to the flat sums. An update is one AdamW step on those sums. Nothing here 
 Calls: engine/buckets.py. Called functions: model/blocks.py, model/drafter.py, model/loss.py, engine/optimizer.py.
 """
 
+import itertools
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -35,6 +37,7 @@ class DrafterStep(Step):
         if device.type == "cuda":
             for layer in drafter.layers:
                 layer.compile(dynamic=False, fullgraph=True)
+        self._examples = itertools.count()
         self.decay_J = torch.tensor(decay, dtype=torch.float32, device=device)
         # statistics of an update: loss sum, weight sum, blocks with a label, matches in all, matches of each slot
         self.state = FlatState(drafter, num_statistics=4 + len(decay), dtype=dtype, device=device)
@@ -56,8 +59,11 @@ class DrafterStep(Step):
         )
 
     def example(self, bucket) -> dict[str, np.ndarray]:
-        """A row like training's: three documents, a padded tail, anchors all over, a tenth of the slots unused."""
-        draw = np.random.default_rng(bucket.length)
+        """A row like training's: three documents, a padded tail, anchors all over, a tenth of the slots unused.
+
+        Another one at every call, so that a graph that kept something of the row it was captured on is found.
+        """
+        draw = np.random.default_rng((bucket.length, next(self._examples)))
         length = bucket.length - bucket.length // 16
         parts = [length // 2, length // 3, length - length // 2 - length // 3]
         count = min(bucket.num_anchors - bucket.num_anchors // 10, length - 1)

@@ -5,38 +5,33 @@ begins: phase, update, bucket. Even after SIGKILL the file says what ran last. A
 launches it has begun and finished, so that a fault inside a replay is pinned to its update. The supervisor, or the rank
 itself where there is none, copies the file into the run's folder as `rank-<k>/flight.bin`.
 
-The other half of the recorder is Python's faulthandler: tracebacks of all threads at a fatal signal, at SIGTERM, and when
-the rank has begun nothing for longer than its deadline; its watchdog is a C thread, so a rank that hangs in C is ended too.
-
-Calls: train.py, ops/launch.py, ops/status.py. Loads no torch.
+Calls: build.py, ops/rank.py, ops/launch.py, ops/ending.py, ops/status.py. Loads no torch.
 """
 
-import ctypes
-import faulthandler
 import hashlib
 import json
 import mmap
 import os
-import signal
 import struct
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from graphcap.ops.faults import Deadline
+
 MAGIC, VERSION = b"graphcap", 1
 HEADER = struct.Struct("<8sIIQQ16s")  # magic, version, rank, pid, the process's start in clock ticks, boot id
-# entries, launches, update, finished, saved, host bytes, gpu bytes, share of host memory in use, beat, phase, bucket
-NOW = struct.Struct("<QQqqqqqdd24s40s")
+SAVED = struct.Struct("<q")
+# entries, launches, update, finished, host bytes, gpu bytes, share of host memory in use, beat, phase, bucket
+NOW = struct.Struct("<QQqqqqdd24s40s")
 ENTRY = struct.Struct("<QQqd24s40s")  # number, launch (0: none), update, time, phase, bucket
 RING = 64
-HEADER_AT, DEVICE_AT, STOP_AT, NOW_AT, TEXT_AT, RING_AT, GPU_AT, SIZE = 0, 64, 128, 256, 512, 8192, 16384, 20480
+HEADER_AT, DEVICE_AT, STOP_AT, SAVED_AT, NOW_AT, TEXT_AT, RING_AT, GPU_AT, SIZE = 0, 64, 128, 192, 256, 512, 8192, 16384, 20480
 TEXT_SIZE = 3584  # each of the two texts: the newest metrics, the last error
-FILE, TRACEBACK = "flight.bin", "traceback.txt"
+FILE = "flight.bin"
 MEMORY_EVERY_S = 1.0
-REARM_EVERY_S = 1.0
 
 
 def memory_folder(run_folder: Path) -> Path:
@@ -60,14 +55,15 @@ class Recorder:
         self.gpu_bytes = gpu_bytes
         self._entries = self._launches = self._update = self._host_bytes = self._gpu_bytes = 0
         self._host_share = 0.0
-        self._finished, self._saved = 0, -1
+        self._finished = 0
         self._phase = self._bucket = b""
         self._next_memory = 0.0
         self._deadline: Deadline | None = None
+        self.saved(-1)
         HEADER.pack_into(self.memory, HEADER_AT, MAGIC, VERSION, rank, os.getpid(), process_start(os.getpid()), boot_id())
         self.note("start-up")
 
-    def watch(self, deadline: "Deadline") -> None:
+    def watch(self, deadline: Deadline) -> None:
         """From here on every note puts the deadline off."""
         self._deadline = deadline
 
@@ -99,17 +95,17 @@ class Recorder:
         self._write_now(time.monotonic())
 
     def saved(self, update: int) -> None:
-        """The checkpoint of `update` is complete."""
-        self._saved = update
-        self._write_now(time.monotonic())
+        """The checkpoint of `update` is complete. Any thread may say it."""
+        SAVED.pack_into(self.memory, SAVED_AT, update)
 
     def show(self, record: dict) -> None:
         """The newest metrics, for the bar that the supervisor draws."""
-        self._write_text(0, json.dumps(record))
+        self._write_text(0, json.dumps(record, ensure_ascii=False))
 
     def error(self, text: str) -> None:
         """What ended this rank, in its own words; a text too long keeps its end."""
-        self._write_text(1, json.dumps(text[-2500:]))
+        data = text.encode(errors="replace")[-TEXT_SIZE // 2 :]
+        self._write_text(1, json.dumps(data.decode(errors="ignore"), ensure_ascii=False))
 
     @property
     def phase(self) -> str:
@@ -121,10 +117,6 @@ class Recorder:
         """Whether the supervisor has asked for a planned stop."""
         return self.memory[STOP_AT] != 0
 
-    def copy(self, folder: Path) -> None:
-        """Copy the record to `folder`/flight.bin."""
-        copy_record(self.path, folder / FILE)
-
     def _write_now(self, now: float) -> None:
         NOW.pack_into(
             self.memory,
@@ -133,7 +125,6 @@ class Recorder:
             self._launches,
             self._update,
             self._finished,
-            self._saved,
             self._host_bytes,
             self._gpu_bytes,
             self._host_share,
@@ -148,59 +139,6 @@ class Recorder:
         struct.pack_into("<I", self.memory, place, 0)  # a reader in between finds nothing rather than half of it
         self.memory[place + 4 : place + 4 + len(data)] = data
         struct.pack_into("<I", self.memory, place, len(data))
-
-
-class Deadline:
-    """Ends this process, with the tracebacks of all threads, when nothing has put it off for `seconds`."""
-
-    def __init__(self, path: Path, seconds: float) -> None:
-        """path: file for the tracebacks, the one of `record_faults`. seconds: 0: no deadline."""
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - faulthandler writes to it until the process ends
-        self._armed: float | None = None
-        self.change(seconds)
-
-    def change(self, seconds: float) -> None:
-        """Another number of seconds from now on."""
-        self._cancel()
-        self._seconds = seconds
-        self.put_off(time.monotonic())
-
-    def put_off(self, now: float) -> None:
-        if self._seconds and (self._armed is None or now - self._armed >= REARM_EVERY_S):
-            self._armed = now
-            faulthandler.dump_traceback_later(self._seconds, file=self._file, exit=True)
-
-    def close(self) -> None:
-        self._cancel()
-        self._file.close()
-
-    def _cancel(self) -> None:
-        if self._armed is not None:  # cancelling what another has armed would hang in a child that was forked
-            faulthandler.cancel_dump_traceback_later()
-            self._armed = None
-
-
-def record_faults(path: Path) -> None:
-    """Tracebacks of all threads go to `path` at a fatal signal and at SIGTERM, before this process dies of it."""
-    file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - faulthandler writes to it until the process ends
-    faulthandler.enable(file=file, all_threads=True)
-    faulthandler.register(signal.SIGTERM, file=file, all_threads=True, chain=True)
-
-
-def forget_faults() -> None:
-    """Take `record_faults` back."""
-    faulthandler.unregister(signal.SIGTERM)
-    faulthandler.disable()
-
-
-def die_with(parent: int) -> None:
-    """This process gets SIGTERM when the thread that started it ends, whatever ends that. parent: its process id."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    PR_SET_PDEATHSIG = 1
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
-        print(f"graphcap: prctl failed (errno {ctypes.get_errno()}); this rank may outlive its supervisor", file=sys.stderr)
-    if os.getppid() != parent:  # it ended in between
-        os.kill(os.getpid(), signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -254,7 +192,7 @@ class Flight:
     def at(self) -> Entry:
         """What ran when the record ended: what the GPU had begun and not finished, else what the rank began last."""
         if self.gpu_finished < self.launches and self.gpu_begun:
-            for entry in self.entries:
+            for entry in reversed(self.entries):  # numbers begin again after start-up
                 if entry.launch == self.gpu_finished + 1:
                     return entry
         return self.entries[-1]
@@ -271,7 +209,7 @@ def read(path: Path) -> Flight | None:
     _, version, rank, pid, pid_start, boot = HEADER.unpack_from(data, HEADER_AT)
     if version != VERSION:
         return None
-    _, launches, update, finished, saved, host, gpu, share, beat, phase, bucket = NOW.unpack_from(data, NOW_AT)
+    _, launches, update, finished, host, gpu, share, beat, phase, bucket = NOW.unpack_from(data, NOW_AT)
     found = [ENTRY.unpack_from(data, RING_AT + place * ENTRY.size) for place in range(RING)]
     entries = tuple(Entry(*entry[:4], _text(entry[4]), _text(entry[5])) for entry in sorted(found) if entry[0])
     if not entries:
@@ -287,7 +225,7 @@ def read(path: Path) -> Flight | None:
         launches=launches,
         update=update,
         finished=finished,
-        saved=saved,
+        saved=SAVED.unpack_from(data, SAVED_AT)[0],
         host_bytes=host,
         gpu_bytes=gpu,
         host_share=share,
@@ -337,12 +275,15 @@ def host_share() -> float:
     """Share of the memory in use that this process may use: the node's, or its container's where that is fuller."""
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     share = 1 - int(fields["MemAvailable"].split()[0]) / int(fields["MemTotal"].split()[0])
+    group = Path("/sys/fs/cgroup")
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except OSError:  # no second version of control groups here
         return share
-    return share if limit == "max" else max(share, used / int(limit))
+    cached = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))  # gives way before anything is killed
+    return share if limit == "max" else max(share, (used - cached) / int(limit))
 
 
 def process_start(pid: int) -> int:

@@ -8,6 +8,8 @@ has named is looked through too, and left as it is.
 Calls: build.py, before anything compiles. Loads no torch.
 """
 
+import atexit
+import fcntl
 import json
 import os
 import re
@@ -32,17 +34,46 @@ def use(made_by: dict[str, str], say) -> None:
         os.environ[variable] = str(wanted)
         refused = _refusal(wanted)
         if refused:
-            os.environ[variable] = tempfile.mkdtemp(prefix=f"graphcap-{name}-")
-            say(f"caches    {wanted} cannot be written ({refused}); kernels are compiled anew, into {os.environ[variable]}")
+            own = tempfile.mkdtemp(prefix=f"graphcap-{name}-")
+            atexit.register(shutil.rmtree, own, ignore_errors=True)
+            os.environ[variable] = own
+            say(f"caches    {wanted} cannot be written ({refused}); kernels are compiled anew, into {own}")
             continue
         amiss = (not chosen and _other_version(wanted, made_by)) or next(damage(wanted), "")
         if amiss and chosen:
             say(f"caches    {wanted} ({variable}): {amiss}; if compiling fails, empty that folder")
-        elif amiss:
+        elif amiss and _alone(wanted):
             _replace(wanted)
             say(f"caches    {wanted}: {amiss}; replaced, so this start compiles every kernel")
+        elif amiss:
+            say(f"caches    {wanted}: {amiss}; left, another run is using it and may be writing that file now")
         if not chosen:
             _write_stamp(wanted, made_by)
+            _hold(wanted)
+
+
+_held: list = []  # locks of this process on the caches it uses, until it ends
+
+
+def _lock_of(cache: Path) -> Path:
+    return cache.with_name(f".{cache.name}.lock")
+
+
+def _alone(cache: Path) -> bool:
+    """Whether no other process uses the cache."""
+    with open(_lock_of(cache), "a", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+
+def _hold(cache: Path) -> None:
+    """Tell other processes, until this one ends, that the cache is in use."""
+    file = open(_lock_of(cache), "a", encoding="utf-8")  # noqa: SIM115 - held as long as the process lives
+    fcntl.flock(file, fcntl.LOCK_SH)
+    _held.append(file)
 
 
 def folder(made_by: dict[str, str]) -> Path:
@@ -61,7 +92,10 @@ def damage(cache: Path) -> Iterator[str]:
 
 def _cut_short(path: Path) -> str:
     """Why a file cannot be whole, or nothing."""
-    size = path.stat().st_size
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:  # another run has just renamed it
+        return ""
     if path.suffix == ".json":
         try:
             json.loads(path.read_bytes())

@@ -14,7 +14,7 @@ import signal
 from datetime import datetime, timezone
 from pathlib import Path
 
-from graphcap.ops import blackbox, checkpoint
+from graphcap.ops import blackbox, checkpoint, faults
 from graphcap.ops.blackbox import Flight
 
 END, START = "end.json", "start.json"
@@ -43,8 +43,8 @@ def of_exit(folder: Path, *, code: int | None, command: str, reason: str = "", r
         "rank": rank,
         "checkpoint": newest.name if newest else None,
         "stderr": [hidden(line) for line in words],
-        "traceback": f"rank-{rank}/{blackbox.TRACEBACK}" if (folder / f"rank-{rank}" / blackbox.TRACEBACK).exists() else None,
-        "continue": command,
+        "traceback": f"rank-{rank}/{faults.TRACEBACK}" if (folder / f"rank-{rank}" / faults.TRACEBACK).exists() else None,
+        "continue": hidden(command),
         **_last_known(flight),
     }
 
@@ -67,20 +67,21 @@ def _last_known(flight: Flight | None) -> dict:
 
 
 def _verdict(folder: Path, code: int | None, flight: Flight | None, words: list[str], rank: int) -> tuple[str, str]:
-    phase, error = (flight.phase, flight.error) if flight else ("", "")
+    """Verdict and cause. An exit code is believed only where the flight record agrees: any library may call exit."""
+    phase, error, trained = (flight.phase, flight.error, flight.update) if flight else ("", "", 0)
     if code == 0 and phase == "finished":
         return FINISHED, ""
-    if code == 0:
-        return DEAD, "it ended with exit code 0 before it had finished"
-    if code == 3:
+    if code == 3 and phase == "stopped":
         return STOPPED, "on request"
-    if code == 2:
-        return REFUSED, error or (words[-1] if words else "something that you must mend")
+    if code == 2 and error and not trained:
+        return REFUSED, error
     if code is None:
         return DEAD, "killed together with its supervisor: SIGKILL, a container's end, or power"
     if code < 0:
         return DEAD, _signal_name(-code) + _probable(-code, flight)
-    if timed_out(folder / f"rank-{rank}" / blackbox.TRACEBACK):
+    if code in (0, 3):
+        return DEAD, f"it ended with exit code {code} before it had finished"
+    if timed_out(folder / f"rank-{rank}" / faults.TRACEBACK):
         return DEAD, "deadline: it began nothing for too long"
     return DEAD, error or (words[-1] if words else f"exit code {code}")
 
@@ -131,14 +132,15 @@ def hidden(text: str) -> str:
 
 
 def hide_in(path: Path) -> None:
-    """Take such values out of a file, if it has any."""
-    if not path.is_file():
-        return
+    """Overwrite such values in a file, in place and with nothing else moved."""
     data = path.read_bytes()
     for value in secrets():
-        if value.encode() in data:
-            data = data.replace(value.encode(), b"***")
-            path.write_bytes(data)
+        secret, place = value.encode(), data.find(value.encode())
+        while place >= 0:
+            with open(path, "r+b") as file:
+                file.seek(place)
+                file.write(b"*" * len(secret))
+            place = data.find(secret, place + len(secret))
 
 
 def read(folder: Path, name: str) -> dict | None:
@@ -156,7 +158,9 @@ def headline(end: dict) -> str:
     if end["verdict"] == FINISHED:
         return f"finished · {done:,} updates"
     where = ""
-    if end["update"] is not None:
+    if end["verdict"] == STOPPED and end["update"]:
+        where = f" after update {end['finished']:,}"
+    elif end["update"] is not None:
         bucket = f", bucket {end['bucket']}" if "/" in (end["bucket"] or "") else ""
         where = f" at update {end['update']:,}{bucket}, {end['phase']}" if end["update"] else f" at {end['phase']}{bucket}"
     memory = f" · host memory {end['memory']['host_share']:.0%}" if end["memory"] and end["verdict"] == DEAD else ""

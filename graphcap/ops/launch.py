@@ -11,22 +11,24 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 from pathlib import Path
 
 from graphcap.config import Recipe
-from graphcap.ops import blackbox, checkpoint, ending, gpucore, runfolder
+from graphcap.ops import blackbox, checkpoint, ending, faults, gpucore, runfolder
+from graphcap.ops.blackbox import Flight
 from graphcap.ops.progress import Progress
 from graphcap.ops.rank import AFTER_TRAINING, BEFORE_TRAINING, SUPERVISOR, command_of, forget, keep_records, on_end
 
 PROGRAM = (sys.executable, "-m", "graphcap")
 POLL_S = 0.1
 COPY_EVERY_S = 10.0
-STOP_WITHIN_S = 25.0  # a planned stop that takes longer becomes an end at once
+STOP_WITHIN_S = 25.0  # a planned stop that takes longer becomes an end at once, but a save may be finished
+SAVE_WITHIN_S = 600.0
 GRACE_S = 5  # between SIGTERM and SIGKILL for ranks that have to end
+ASK = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class Supervisor:
@@ -40,60 +42,76 @@ class Supervisor:
         self.recipe, self.arguments, self.say, self.program = recipe, arguments, say, program
         self.folder, self.memory = recipe.folder, blackbox.memory_folder(recipe.folder)
         self.command = command_of(arguments)
-        self.asked: list[str] = []  # signals that asked for a stop
+        self.asked: list[str] = []  # what asked for a stop: signals, run.max_hours
         self.asked_at = 0.0
+        self.began = time.monotonic()
         self.workers = None
         self.bar: Progress | None = None
-        self.reason = self.silence = ""
+        self.cause, self.at_once = "", False  # why this process ended the rank, if it did
         self._shown_update, self._read_bytes, self._copied_at = -1, 0, 0.0
 
     def run(self) -> int:
-        """Returns the exit code. The folder is this process's from here to the end."""
-        new = not self.folder.exists()
-        with runfolder.lock(self.recipe):
-            restarts: list[str] = []
-            in_a_row, newest = 0, checkpoint.newest(self.folder / "checkpoints", hashes=False)[0]
-            while True:
-                end = self._attempt()
-                now = checkpoint.newest(self.folder / "checkpoints", hashes=False)[0]
-                in_a_row = 1 if now != newest else in_a_row + 1
-                newest = now
-                if end["verdict"] != ending.DEAD or self.asked or in_a_row > self.recipe.run.max_restarts:
-                    break
-                restarts.append(ending.headline(end).split(" · continue:")[0])
-                self._tell(f"restart   {in_a_row} of {self.recipe.run.max_restarts} without a new checkpoint: {restarts[-1]}")
-            if self.bar is not None:
-                self.bar.close()
-            return self._leave(end, restarts, new)
+        """Returns the exit code. The folder is this process's from here to the end.
+
+        Raises: ConfigError if another process works in the folder.
+        """
+        claim = runfolder.Claim(self.recipe, self.command)
+        with _signals(self._ask):
+            try:
+                end = self._attempts(claim)
+                if self.bar is not None:
+                    _while_there(self.bar.close)
+                return self._leave(end, claim)
+            finally:
+                forget(self.memory)
+                claim.close()
+
+    def _attempts(self, claim: runfolder.Claim) -> dict:
+        """Start the ranks until they finish, are stopped, or die once too often. The last end, with the restarts before it."""
+        restarts: list[str] = []
+        in_a_row, newest = 0, self._newest()
+        while True:
+            if restarts:
+                claim.begin(self.command)
+            end = self._attempt()
+            in_a_row, newest = (1 if self._newest() != newest else in_a_row + 1), self._newest()
+            if end["verdict"] != ending.DEAD or self.asked or in_a_row > self.recipe.run.max_restarts:
+                return end | {"restarts": restarts, "asked": self.asked}
+            restarts.append(ending.headline(end).split(" · continue:")[0])
+            self._tell(f"restart   {in_a_row} of {self.recipe.run.max_restarts} without a new checkpoint: {restarts[-1]}")
+
+    def _newest(self) -> Path | None:
+        return checkpoint.newest(self.folder / "checkpoints", hashes=False)[0]
 
     def _attempt(self) -> dict:
         """Start the ranks, watch them to their end, and say how it was."""
+        own = self.folder / "rank-0"
+        own.mkdir(exist_ok=True)
         for stream in ("stdout", "stderr"):
-            path = self.folder / "rank-0" / stream
-            path.parent.mkdir(exist_ok=True)
-            if path.exists():
-                path.replace(path.with_name(f"{stream}.before"))
-        (self.folder / "rank-0" / gpucore.NAME).unlink(missing_ok=True)
-        for leftover in self.memory.glob("rank-*"):
-            leftover.unlink()
-        (self.folder / ending.END).unlink(missing_ok=True)
-        checkpoint.write_json(self.folder / ending.START, {"version": 1, "command": self.command, **blackbox.identity()})
-        self._read_bytes, self._shown_update, self.reason, self.silence = 0, -1, "", ""
-        more = gpucore.variables(self.folder / "rank-0") if self.recipe.run.gpu_core_dump else {}
-        self.workers = _start(self.folder, [*self.program, *self.arguments], more)
-        self._take_signals()
-        try:
-            code = self._watch()
-        finally:
-            self.workers.end()
-        keep_records(self.folder, self.memory)
-        for path in (self.folder / "rank-0").iterdir():
-            ending.hide_in(path)
-        end = ending.of_exit(self.folder, code=code, command=self.command, reason=self.reason or self.silence)
-        if kernel := gpucore.kernel_of(self.folder / "rank-0"):
-            end["cause"] += f" · {kernel}"
-        if self.reason and end["verdict"] == ending.DEAD:
+            if (own / stream).exists():
+                (own / stream).replace(own / f"{stream}.before")
+        (own / gpucore.NAME).unlink(missing_ok=True)
+        forget(self.memory)
+        self._read_bytes, self._shown_update, self.cause, self.at_once = 0, -1, "", False
+        code: int | None = None
+        if self.asked:
+            self.cause, self.at_once = f"on request ({self.asked[0]})", True
+        else:
+            more = gpucore.variables(own) if self.recipe.run.gpu_core_dump else {}
+            self.workers = _start(self.folder, [*self.program, *self.arguments], more)
+            try:
+                code = self._watch()
+            finally:
+                self.workers.end()
+        with self._suppressed("keeping the records"):
+            keep_records(self.folder, self.memory)
+            for path in (*own.glob("std*"), *own.glob(blackbox.FILE), *own.glob(faults.TRACEBACK)):
+                ending.hide_in(path)
+        end = ending.of_exit(self.folder, code=code, command=self.command, reason=self.cause)
+        if self.at_once:
             end |= {"verdict": ending.STOPPED, "exit_code": ending.EXIT_CODES[ending.STOPPED]}
+        if kernel := gpucore.kernel_of(own):
+            end["cause"] = ending.hidden(f"{end['cause']} · {kernel}")
         return end
 
     def _watch(self) -> int:
@@ -103,30 +121,41 @@ class Supervisor:
             self._relay()
             if code is not None:
                 return code
-            self._draw()
-            self._stop_if_asked()
-            self._end_if_silent()
+            flight = blackbox.read(self.memory / "rank-0")
+            self._draw(flight)
+            self._stop_if_asked(flight)
+            self._end_if_silent(flight)
             if time.monotonic() - self._copied_at > COPY_EVERY_S:
                 self._copied_at = time.monotonic()
-                if (self.folder / "config.toml").exists():
+                with self._suppressed("copying the records"):
                     keep_records(self.folder, self.memory)
             time.sleep(POLL_S)
 
+    @contextlib.contextmanager
+    def _suppressed(self, what: str):
+        """A file system that refuses is said and ends nothing: training is worth more than its record."""
+        try:
+            yield
+        except OSError as error:
+            self._tell(f"records   {what}: {error}")
+
     def _relay(self) -> None:
         """Say every whole line that rank 0 has written since the last time."""
-        with contextlib.suppress(FileNotFoundError), open(self.folder / "rank-0" / "stdout", "rb") as file:
-            file.seek(self._read_bytes)
-            data = file.read()
-            whole = data[: data.rfind(b"\n") + 1]
-            self._read_bytes += len(whole)
-            for line in whole.decode(errors="replace").splitlines():
-                self._tell(line)
+        try:
+            with open(self.folder / "rank-0" / "stdout", "rb") as file:
+                file.seek(self._read_bytes)
+                data = file.read()
+        except OSError:  # not there yet, or its disk is gone: the rank will tell
+            return
+        whole = data[: data.rfind(b"\n") + 1]
+        self._read_bytes += len(whole)
+        for line in whole.decode(errors="replace").splitlines():
+            self._tell(line)
 
     def _tell(self, line: str) -> None:
-        (self.bar.say if self.bar is not None else self.say)(line)
+        _while_there(lambda: (self.bar.say if self.bar is not None else self.say)(line))
 
-    def _draw(self) -> None:
-        flight = blackbox.read(self.memory / "rank-0")
+    def _draw(self, flight: Flight | None) -> None:
         if flight is None or not flight.shown or flight.shown["update"] == self._shown_update:
             return
         if self.bar is None:
@@ -134,60 +163,91 @@ class Supervisor:
         self._shown_update = flight.shown["update"]
         self.bar.update(flight.shown)
 
-    def _stop_if_asked(self) -> None:
+    def _stop_if_asked(self, flight: Flight | None) -> None:
+        hours = self.recipe.run.max_hours
+        if not self.asked and 0 < hours * 3600 <= time.monotonic() - self.began:
+            self._note_request("run.max_hours are over")
         if not self.asked:
             return
-        flight = blackbox.read(self.memory / "rank-0")
+        self.cause = self.asked[0] if self.asked[0].startswith("run.") else f"on request ({self.asked[0]})"
         training = flight is not None and flight.phase not in (*BEFORE_TRAINING, *AFTER_TRAINING)
-        late = time.monotonic() - self.asked_at > STOP_WITHIN_S
+        limit_s = SAVE_WITHIN_S if flight is not None and flight.phase == "save" else STOP_WITHIN_S
+        late = time.monotonic() - self.asked_at > limit_s
         if len(self.asked) > 1 or late or not training:
-            self.reason = "on request" if not training else "on request, at once"
+            if flight is not None and flight.phase in ("finished", "stopped"):
+                return  # it is leaving by itself
+            self.at_once = True
+            self.cause += ", at once" if training else ""
             self.workers.end()
         else:
             blackbox.ask_to_stop(self.memory / "rank-0")
 
-    def _end_if_silent(self) -> None:
+    def _end_if_silent(self, flight: Flight | None) -> None:
         """A rank that its own watchdog did not end, because it was stopped or hangs in the kernel."""
-        flight = blackbox.read(self.memory / "rank-0")
         if flight is None:
             return
         run = self.recipe.run
-        seconds = run.start_deadline_s if flight.phase in (*BEFORE_TRAINING, *AFTER_TRAINING) else run.deadline_s
+        seconds = run.start_deadline_s if flight.phase in (*BEFORE_TRAINING, *AFTER_TRAINING, "save") else run.deadline_s
         if seconds and flight.silent_s > seconds + GRACE_S:
-            self.silence = f"deadline: it began nothing for {flight.silent_s:.0f} s, being stopped or stuck in the kernel"
+            self.cause = f"deadline: it began nothing for {flight.silent_s:.0f} s, being stopped or stuck in the kernel"
             self.workers.end(at_once=True)
 
-    def _take_signals(self) -> None:
-        """A first signal asks for a planned stop; the terminal's end is no reason to. Elastic sets its own at every start."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._ask)
-        signal.signal(signal.SIGHUP, lambda *_: None)  # a handler, not SIG_IGN, which ranks would inherit
-
     def _ask(self, number: int, _) -> None:
-        self.asked.append(signal.Signals(number).name)
+        name = signal.Signals(number).name
+        if number == signal.SIGHUP:  # the terminal's end is no reason to stop
+            return
+        if number == signal.SIGQUIT:
+            self._note_request(name)
+        self._note_request(name)
+
+    def _note_request(self, by: str) -> None:
+        self.asked.append(by)
         self.asked_at = self.asked_at or time.monotonic()
 
-    def _leave(self, end: dict, restarts: list[str], new: bool) -> int:
-        """Write end.json and say how it ended; a run that never began leaves nothing."""
-        forget(self.memory)
-        if end["verdict"] == ending.REFUSED and not (self.folder / "config.toml").exists():
-            words = end["stderr"]
-            for path in sorted(self.folder.rglob("*"), reverse=True):
-                path.rmdir() if path.is_dir() else path.unlink()
-            if new:
-                self.folder.rmdir()
-            print("\n".join(words), file=sys.stderr)
-            return end["exit_code"]
-        end |= {"restarts": restarts, "asked": self.asked}
-        checkpoint.write_json(self.folder / ending.END, end)
+    def _leave(self, end: dict, claim: runfolder.Claim) -> int:
+        """Write end.json and say how it ended; a refused start leaves everything as it was."""
         if end["verdict"] == ending.REFUSED:
-            print("\n".join(end["stderr"]), file=sys.stderr)
-        elif end["verdict"] != ending.FINISHED:
-            print("\n".join(["graphcap: " + ending.headline(end), *ending.lines(end)[1:]]), file=sys.stderr)
+            claim.leave_nothing()
+            _while_there(lambda: print(f"graphcap: {end['cause']}", file=sys.stderr))
+            return end["exit_code"]
+        refusal = ""
+        try:
+            checkpoint.write_json(self.folder / ending.END, end)
+        except OSError as error:
+            refusal = f"graphcap: end.json cannot be written ({error}); it would say: {end}\n"
+        if end["verdict"] != ending.FINISHED:
+            text = "\n".join(["graphcap: " + ending.headline(end), *ending.lines(end)[1:]])
+            _while_there(lambda: print(refusal + text, file=sys.stderr))
         on_end(self.recipe)
         return end["exit_code"]
+
+
+@contextlib.contextmanager
+def _signals(ask):
+    """Signals to this process call `ask(number, frame)`; a program that calls this from another thread keeps its own."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    # Handlers, not SIG_IGN, which ranks would inherit. Elastic would set its own, that raise, unless it is told to set none.
+    numbers = (*ASK, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.signal(number, ask) for number in numbers}
+    told = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE")
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if told is None:
+            del os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"]
+        else:
+            os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = told
+
+
+def _while_there(draw) -> None:
+    """Draw or print for people; a terminal that has gone away ends nothing."""
+    with contextlib.suppress(OSError, ValueError):
+        draw()
 
 
 def _start(folder: Path, command: list[str], variables: dict[str, str]):
@@ -236,16 +296,8 @@ def _start(folder: Path, command: list[str], variables: dict[str, str]):
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",
         "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
         **variables,
     }
     workers = Workers("graphcap", command[0], {0: tuple(command[1:])}, {0: environment}, Files())
     workers.start()
     return workers
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -17,25 +17,25 @@ import time
 from pathlib import Path
 
 from graphcap.config import Recipe
-from graphcap.ops import blackbox, checkpoint, ending, runfolder
+from graphcap.ops import blackbox, checkpoint, ending, faults, runfolder
 
 SUPERVISOR = "GRAPHCAP_SUPERVISOR"  # variable that tells a rank its supervisor's process id
-BEFORE_TRAINING = ("start-up", "load target", "load data", "compile", "audit", "capture")
-AFTER_TRAINING = ("decode", "finished")
+BEFORE_TRAINING = ("start-up", "load target", "load data", "compile", "audit", "capture", "load state", "reserve")
+AFTER_TRAINING = ("decode", "finished", "stopped")
 
 
 class Rank:
-    """This process's place in a run: its number, its flight recorder and deadline, who draws, and who holds the folder."""
+    """This process's place in a run: its number, its flight recorder and deadline, and who draws."""
 
     def __init__(self, recipe: Recipe, *, number: int, supervised: bool, unhurried: bool) -> None:
         """unhurried: nothing ends this process for being slow: somebody debugs it."""
         self.recipe, self.supervised, self.number = recipe, supervised, number
         self.memory = blackbox.memory_folder(recipe.folder)
         self.recorder = blackbox.Recorder(self.memory, rank=number)
-        self.traceback = self.memory / f"rank-{number}.{blackbox.TRACEBACK}"
-        blackbox.record_faults(self.traceback)
+        traceback = self.memory / f"rank-{number}.{faults.TRACEBACK}"
+        faults.record_faults(traceback)
         self._unhurried = unhurried
-        self.deadline = blackbox.Deadline(self.traceback, 0.0 if unhurried else recipe.run.start_deadline_s)
+        self.deadline = faults.Deadline(traceback, 0.0 if unhurried else recipe.run.start_deadline_s)
         self.recorder.watch(self.deadline)
         self._began, self._interrupted = time.monotonic(), False
 
@@ -44,18 +44,14 @@ class Rank:
         """Whether this process draws the bar itself."""
         return self.number == 0 and not self.supervised
 
-    def trains(self, training: bool) -> None:
-        """Training begins or has ended: from here on another deadline holds."""
+    def hurries(self, training: bool) -> None:
+        """From here on the deadline of training holds, or the long one of what stands around it: loading, saving, decoding."""
         run = self.recipe.run
         self.deadline.change(0.0 if self._unhurried else run.deadline_s if training else run.start_deadline_s)
 
-    def lock(self):
-        """The run's folder as this process's own; the supervisor holds it already for its ranks."""
-        return contextlib.nullcontext() if self.supervised else runfolder.lock(self.recipe)
-
     def stop_asked(self) -> bool:
-        """Whether to save and stop now: somebody asked, or run.max_hours are over."""
-        hours = self.recipe.run.max_hours
+        """Whether to save and stop now: somebody asked, or, where no supervisor counts them, run.max_hours are over."""
+        hours = 0.0 if self.supervised else self.recipe.run.max_hours
         return self._interrupted or self.recorder.stop_asked or 0 < hours * 3600 <= time.monotonic() - self._began
 
     def interrupt(self, *_) -> None:
@@ -65,46 +61,71 @@ class Rank:
         self._interrupted = True
 
     def close(self) -> None:
-        """Without a supervisor: leave the records in the run's folder, if the run has begun, and nothing in memory."""
+        """No deadline any more. Without a supervisor also: the records go from memory into the run's folder."""
         self.deadline.close()
-        if self.supervised:
-            return
-        blackbox.forget_faults()
-        if (self.recipe.folder / "config.toml").exists():
+        if not self.supervised:
+            faults.forget_faults()
             keep_records(self.recipe.folder, self.memory)
-        forget(self.memory)
+            forget(self.memory, f"rank-{self.number}")
 
 
 @contextlib.contextmanager
 def entered(recipe: Recipe, *, here: bool, command: str):
-    """This process as a rank. Where no supervisor watches it, it leaves end.json itself, if its run has begun.
+    """This process as a rank: yields its Rank. Where no supervisor does, it claims the folder and leaves end.json itself.
 
     here: started with --here, for debuggers and profilers, so nothing ends it for being slow.
+    Raises: ConfigError if another process works in the folder.
     """
-    supervisor = os.environ.get(SUPERVISOR)
+    supervisor, number = os.environ.get(SUPERVISOR), int(os.environ.get("RANK", "0"))
     if supervisor:
-        blackbox.die_with(int(supervisor))
-    number = int(os.environ.get("RANK", "0"))
-    rank = Rank(recipe, number=number, supervised=bool(supervisor), unhurried=here)
-    if here and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, rank.interrupt)
-    code, reason = 1, ""
+        faults.die_with(int(supervisor))
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a planned stop comes from the supervisor; a signal to a rank ends it
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # for the supervisor, if it was sent to both
+    claim = runfolder.Claim(recipe, command) if not supervisor and number == 0 else None
+    try:
+        rank = Rank(recipe, number=number, supervised=bool(supervisor), unhurried=here)
+        with _interruptible(rank) if here else contextlib.nullcontext():
+            yield from _watched(rank, claim, command)
+    finally:
+        if claim is not None:
+            claim.close()
+
+
+def _watched(rank: Rank, claim: "runfolder.Claim | None", command: str):
+    """Yield the rank; then say how it ended, in its record and, where it has claimed the folder, in end.json."""
+    recipe, code, reason = rank.recipe, 1, ""
     try:
         yield rank
         code = 0 if rank.recorder.phase == "finished" else 3
     except BaseException as error:
         code = getattr(error, "exit_code", 1)
         if isinstance(error, KeyboardInterrupt):
-            code, reason = 3, "on request, at once"
-        rank.recorder.error(f"{type(error).__name__}: {error}" if not hasattr(error, "exit_code") else str(error))
+            code, reason = 3, "at once, on request"
+            rank.recorder.note("stopped")
+        rank.recorder.error(str(error) if hasattr(error, "exit_code") else f"{type(error).__name__}: {error}")
         raise
     finally:
         rank.close()
-        began = (recipe.folder / "config.toml").exists() and code != 2
-        if not supervisor and number == 0 and began:
+        if claim is not None:
             end = ending.of_exit(recipe.folder, code=code, command=command, reason=reason)
-            checkpoint.write_json(recipe.folder / ending.END, end)
-            on_end(recipe)
+            if end["verdict"] == ending.REFUSED:
+                claim.leave_nothing()
+            else:
+                checkpoint.write_json(recipe.folder / ending.END, end)
+                on_end(recipe)
+
+
+@contextlib.contextmanager
+def _interruptible(rank: Rank):
+    """Ctrl-C asks the rank to stop, in the main thread of a program; elsewhere nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, rank.interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def keep_records(folder: Path, memory: Path) -> None:
@@ -116,16 +137,14 @@ def keep_records(folder: Path, memory: Path) -> None:
         if record.name == name:
             blackbox.copy_record(record, kept / blackbox.FILE)
         elif record.stat().st_size:
-            (kept / blackbox.TRACEBACK).write_bytes(record.read_bytes())
-        else:
-            (kept / blackbox.TRACEBACK).unlink(missing_ok=True)
+            (kept / faults.TRACEBACK).write_bytes(record.read_bytes())
 
 
-def forget(memory: Path) -> None:
-    """Take the records out of the node's memory, once the run's folder has them."""
-    for path in memory.glob("rank-*"):
-        path.unlink()
-    with contextlib.suppress(FileNotFoundError):
+def forget(memory: Path, rank: str = "rank-*") -> None:
+    """Take the records of one rank, or of all, out of the node's memory, once the run's folder has them."""
+    for path in (*memory.glob(rank), *memory.glob(f"{rank}.*")):
+        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # it is gone, or other ranks still write in it
         memory.rmdir()
 
 

@@ -1,8 +1,9 @@
 """A run's folder: whose it is, whether the run has finished, and what is written when it begins. Loads no torch.
 
-Calls: cli.py, train.py.
+Calls: cli.py, train.py, ops/launch.py, ops/rank.py, ops/status.py.
 """
 
+import contextlib
 import fcntl
 import json
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 from graphcap import config as recipes
 from graphcap.config import Recipe
 from graphcap.errors import ConfigError
-from graphcap.ops import checkpoint
+from graphcap.ops import blackbox, checkpoint, ending, faults
 
 RESULT = "result.json"
 
@@ -25,6 +26,8 @@ def finished_result(recipe: Recipe) -> dict | None:
     if folder.exists() and not folder.is_dir():
         raise _taken(folder, "a file")
     if not kept.is_file():
+        if (folder / ending.START).is_file():  # a start of this kind that ended before it could begin
+            return None
         if folder.exists() and any(not path.name.startswith(".") for path in folder.iterdir()):
             raise _taken(folder, "a folder with other files")
         return None
@@ -54,7 +57,8 @@ def _taken(folder: Path, got: str) -> ConfigError:
 
 def create(recipe: Recipe, *, shapes_json: str, environment: dict) -> None:
     """Write the resolved recipe, shapes and env.json into the run's folder; a result from before the schedule grew goes."""
-    checkpoint.write_text(recipe.folder / "config.toml", recipes.to_toml(recipe))  # first: it makes the folder a run's
+    # First: it makes the folder a run's. Without what a shell put into a command of run.on_end.
+    checkpoint.write_text(recipe.folder / "config.toml", ending.hidden(recipes.to_toml(recipe)))
     (recipe.folder / RESULT).unlink(missing_ok=True)
     checkpoint.write_text(recipe.folder / "shapes.json", shapes_json)
     checkpoint.write_json(recipe.folder / "env.json", environment)
@@ -71,6 +75,62 @@ def schedule_keys(recipe: Recipe) -> list:
         evaluation.passes,
         evaluation.dtype,
     ]
+
+
+class Claim:
+    """A run's folder that is this process's own until `close`, or until the process ends, however it ends.
+
+    `start.json` says who works in it and how to go on. previous: the end.json of the start before, if there was one.
+    """
+
+    def __init__(self, recipe: Recipe, command: str) -> None:
+        """Raises: ConfigError if another process holds the folder, or if it cannot be made."""
+        self.folder = recipe.folder
+        self._made = not self.folder.exists()
+        self._lock = lock(recipe)
+        self.previous = ending.read(self.folder, ending.END)
+        self.begin(command)
+
+    def begin(self, command: str) -> None:
+        """A start: nothing of an earlier one may be taken for this one's."""
+        checkpoint.write_json(
+            self.folder / ending.START, {"version": 1, "command": ending.hidden(command), **blackbox.identity()}
+        )
+        (self.folder / ending.END).unlink(missing_ok=True)
+        for name in (blackbox.FILE, faults.TRACEBACK):
+            for path in self.folder.glob(f"rank-*/{name}"):
+                path.unlink()
+
+    def leave_nothing(self) -> None:
+        """For a start that was refused: the end before it stands again; of a run that never began nothing stays."""
+        if (self.folder / "config.toml").exists():
+            if self.previous is not None:
+                checkpoint.write_json(self.folder / ending.END, self.previous)
+            return
+        for ranks in self.folder.glob("rank-*"):
+            for path in ranks.iterdir():
+                path.unlink()
+            ranks.rmdir()
+        for name in (ending.START, ending.END, ".lock"):
+            (self.folder / name).unlink(missing_ok=True)
+        if self._made:
+            with contextlib.suppress(OSError):  # somebody has put something into it
+                self.folder.rmdir()
+
+    def close(self) -> None:
+        self._lock.close()
+
+
+def is_claimed(folder: Path) -> bool:
+    """Whether a process, in whatever container of this node, works in the run's folder now."""
+    try:
+        with open(folder / ".lock", encoding="utf-8") as held:
+            fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
 
 
 def lock(recipe: Recipe):

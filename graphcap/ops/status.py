@@ -5,14 +5,17 @@ Where supervisor and ranks were killed together nobody has said how it ended; th
 Calls: cli.py. Loads no torch.
 """
 
+import contextlib
 import json
+import time
 from pathlib import Path
 
 from graphcap.errors import ConfigError
-from graphcap.ops import blackbox, checkpoint, ending, rank
+from graphcap.ops import blackbox, checkpoint, ending, rank, runfolder
 from graphcap.ops.blackbox import Flight
 
-SILENT_S = 60.0  # a training rank that has begun nothing for so long is said to hang
+SILENT_S = 60.0  # a rank that trains and has begun nothing for so long is said to hang
+ELSEWHERE_S = 60.0  # a run of another node whose record is younger is taken for alive
 
 
 def run(folders: list[str], *, as_json: bool, say) -> int:
@@ -43,22 +46,35 @@ def _of(folder: Path, *, one: bool) -> list[dict]:
 
 
 def status_of(folder: Path) -> dict:
-    """folder, verdict (running, finished, stopped, dead, refused or unknown), lines for people, and what they are made from."""
+    """folder, verdict, lines for people, and what they are made from. Writes end.json where nobody was left to.
+
+    The verdict: running, hanging, finished, stopped, dead, refused or unknown.
+    """
     start, end, ranks = ending.read(folder, ending.START), ending.read(folder, ending.END), blackbox.flights(folder)
     if end is None and start is None:
         return {"folder": str(folder), "verdict": "unknown", "lines": ["unknown · no record of how it was started or ended"]}
-    if end is None and (blackbox.lives(start) or any(flight.alive for flight in ranks)):
-        return _running(folder, ranks, supervised=blackbox.lives(start))
+    watched = end is None and (runfolder.is_claimed(folder) or blackbox.lives(start))
+    if watched or (end is None and any(flight.alive for flight in ranks)):
+        return _running(folder, ranks, watched=watched)
+    if end is None and start["boot"] != blackbox.boot_id().hex() and _heard_s(folder) < ELSEWHERE_S:
+        lines = [f"running · on another node, heard of {_heard_s(folder):.0f} s ago; ask `graphcap status` there"]
+        return {"folder": str(folder), "verdict": "running", "lines": lines, "ranks": []}
     if end is None:
         end = ending.of_exit(folder, code=None, command=start["command"]) | {"restarts": [], "asked": [], "concluded": True}
-        if (folder / "config.toml").is_file():
+        with contextlib.suppress(PermissionError):  # another user's run: told, not written down
             checkpoint.write_json(folder / ending.END, end)
             rank.keep_records(folder, blackbox.memory_folder(folder))
             rank.forget(blackbox.memory_folder(folder))
     return {"folder": str(folder), "verdict": end["verdict"], "lines": ending.lines(end), "end": end}
 
 
-def _running(folder: Path, ranks: list[Flight], *, supervised: bool) -> dict:
+def _heard_s(folder: Path) -> float:
+    """Seconds since the record of a run was last copied into its folder."""
+    times = [path.stat().st_mtime for path in folder.glob(f"rank-*/{blackbox.FILE}")]
+    return max(0.0, time.time() - max(times)) if times else float("inf")
+
+
+def _running(folder: Path, ranks: list[Flight], *, watched: bool) -> dict:
     first = ranks[0] if ranks else None
     if first is None:
         lines = ["running · starting"]
@@ -67,8 +83,9 @@ def _running(folder: Path, ranks: list[Flight], *, supervised: bool) -> dict:
     slowest = max(ranks, key=lambda flight: flight.silent_s)
     shown = first.shown or {}
     where = f"update {first.update:,}" + (f" of {shown['total']:,}" if "total" in shown else "")
-    hangs = f" · rank {slowest.rank} has begun nothing for {silent:.0f} s" if silent > SILENT_S else ""
-    alone = "" if supervised else " · its supervisor is gone"
+    slow = slowest.phase in (*rank.BEFORE_TRAINING, *rank.AFTER_TRAINING, "save")
+    hangs = f" · rank {slowest.rank} has begun nothing for {silent:.0f} s" if silent > SILENT_S and not slow else ""
+    alone = "" if watched else " · its supervisor is gone"
     lines = [f"running · {where} · {slowest.phase}{hangs}{alone}"]
     if shown.get("loss") is not None:
         speed = f"{shown['tokens_per_s']:,.0f} tokens/s"

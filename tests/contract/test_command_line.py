@@ -13,7 +13,7 @@ import pytest
 
 from graphcap import config
 from graphcap.cli import main
-from graphcap.ops import blackbox, checkpoint
+from graphcap.ops import blackbox, checkpoint, runfolder
 
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "runs" / "tiny.toml")
@@ -200,3 +200,34 @@ def test_status_of_a_runs_folder_loads_no_torch(tmp_path):
         [sys.executable, "-c", code, str(run)], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
     )
     assert shown.stdout.splitlines() == ["unknown · no record of how it was started or ended", "0 False"]
+
+
+def test_a_start_that_died_before_its_run_began_can_be_given_again(tmp_path):
+    recipe = config.load_recipe(TINY, [f"run.out={tmp_path}"])
+    recipe.folder.mkdir()
+    claim = runfolder.Claim(recipe, "graphcap train x")
+    (recipe.folder / "rank-0").mkdir()
+    (recipe.folder / "rank-0" / "stderr").write_text("killed")
+    claim.close()
+    checkpoint.write_json(recipe.folder / "end.json", {"verdict": "dead"})
+    assert runfolder.finished_result(recipe) is None
+    (recipe.folder / "start.json").unlink()
+    with pytest.raises(config.ConfigError, match="other files"):  # must fail: a folder of something else
+        runfolder.finished_result(recipe)
+
+
+def test_a_refused_start_takes_only_its_own_files_and_puts_the_end_before_it_back(tmp_path):
+    recipe = config.load_recipe(TINY, [f"run.out={tmp_path}"])
+    recipe.folder.mkdir()
+    (recipe.folder / ".git").mkdir()
+    claim = runfolder.Claim(recipe, "graphcap train x")
+    claim.leave_nothing()
+    claim.close()
+    assert [path.name for path in recipe.folder.iterdir()] == [".git"]
+    (recipe.folder / "config.toml").write_text("")
+    checkpoint.write_json(recipe.folder / "end.json", {"verdict": "finished"})
+    claim = runfolder.Claim(recipe, "graphcap train x")
+    assert not (recipe.folder / "end.json").exists() and runfolder.is_claimed(recipe.folder)
+    claim.leave_nothing()
+    claim.close()
+    assert (recipe.folder / "end.json").exists() and not runfolder.is_claimed(recipe.folder)

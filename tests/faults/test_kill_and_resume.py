@@ -170,18 +170,6 @@ def test_a_second_run_in_the_same_folder_is_refused_while_the_first_trains(conve
     assert lines_of(tmp_path / "run") == lines_of(undisturbed)
 
 
-def test_a_checkpoint_made_between_reading_and_locking_is_not_cut(undisturbed):
-    from graphcap.errors import CheckpointError
-    from graphcap.ops import checkpoint
-    from graphcap.train import _check_still_newest
-
-    newest = checkpoint.newest(undisturbed / "checkpoints")[0]
-    _check_still_newest(undisturbed, newest)
-    for stale in (None, newest.with_name("update-00000004")):
-        with pytest.raises(CheckpointError, match="another process trained here meanwhile"):
-            _check_still_newest(undisturbed, stale)
-
-
 def test_lost_metrics_lines_are_said(conversations, tmp_path, capfd):
     run_in_child(conversations, tmp_path, pause=(4, "after"))
     (tmp_path / "run" / "metrics.jsonl").unlink()

@@ -1,5 +1,6 @@
 """Kernel caches: a folder for this torch and GPU; an unwritable, damaged or foreign one is named and replaced."""
 
+import fcntl
 import json
 import os
 import random
@@ -18,6 +19,7 @@ MADE_BY = {"torch": "2.11.0+cu130", "triton": "3.6.0", "gpu": "NVIDIA H200"}
 
 @pytest.fixture
 def home(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setattr(caches, "_held", [])
     monkeypatch.setenv("HOME", str(tmp_path))
     for variable in (*caches.VARIABLES, "XDG_CACHE_HOME"):
         monkeypatch.delenv(variable, raising=False)
@@ -29,6 +31,8 @@ def used(made_by: dict = MADE_BY) -> tuple[Path, list[str]]:
     said: list[str] = []
     for variable in caches.VARIABLES:
         os.environ.pop(variable, None)
+    [file.close() for file in caches._held]  # as if every use were a process of its own
+    caches._held.clear()
     caches.use(made_by, said.append)
     return Path(os.environ["TRITON_CACHE_DIR"]), said
 
@@ -89,7 +93,7 @@ def test_must_fail_a_file_cut_short_is_named_and_the_cache_replaced(home, number
     again, said = used()
     assert again == folder and len(said) == 1 and file.name in said[0] and "replaced" in said[0], said
     assert [path.name for path in folder.iterdir()] == [caches.STAMP]
-    assert used()[1] == [] and not [path for path in folder.parent.iterdir() if path.name.startswith(".")]
+    assert used()[1] == [] and not [path for path in folder.parent.iterdir() if path.name.startswith(".") and path.is_dir()]
 
 
 def test_a_cache_of_another_version_in_the_same_place_is_replaced_and_says_which(home):
@@ -115,3 +119,14 @@ def test_the_size_of_an_elf_file_comes_from_its_header():
     assert caches._elf_bytes(b"") == caches._elf_bytes(b"\x7fELF" + bytes(60)) == 1 << 62
     moved = data[:40] + struct.pack("<Q", len(data) + 1) + data[48:64]
     assert caches._elf_bytes(moved) > len(data)
+
+
+def test_a_cache_that_another_run_uses_is_left_as_it_is(home):
+    folder, _ = used()
+    file = fill(folder)[2]
+    file.write_text("{")
+    with open(caches._lock_of(folder), "a") as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        again, said = used()
+        assert again == folder and file.exists() and "another run is using it" in said[0]
+    assert "replaced" in used()[1][0] and not file.exists()

@@ -11,7 +11,7 @@ import pytest
 
 from graphcap.cli import main
 from graphcap.errors import ConfigError
-from graphcap.ops import blackbox, checkpoint, ending, status
+from graphcap.ops import blackbox, checkpoint, ending, faults, status
 
 COMMAND = "graphcap train runs/q27b.toml"
 
@@ -115,12 +115,9 @@ def test_the_launch_that_the_gpu_has_begun_and_not_finished_is_where_it_died(fol
         (1, "ValueError: shapes differ", "dead · rank 0 (GPU 6) · ValueError: shapes differ at update 1,204"),
         (0, "", "it ended with exit code 0 before it had finished"),
         (-11, "", "SIGSEGV at update 1,204"),
-        (
-            3,
-            "",
-            f"stopped · on request at update 1,204, bucket 8192/1024, replay · nothing lost before 1,200 · continue: {COMMAND}",
-        ),
-        (2, "recipe key 'run.seed': expected …", "refused · recipe key 'run.seed'"),
+        (3, "", "it ended with exit code 3 before it had finished"),
+        (2, "checkpoint 'x': expected room", "dead · rank 0 (GPU 6) · checkpoint 'x': expected room at update 1,204"),
+        (2, "", "exit code 2 at update 1,204"),
     ],
 )
 def test_each_way_to_end_has_its_words(folder, code, error, words):
@@ -130,9 +127,16 @@ def test_each_way_to_end_has_its_words(folder, code, error, words):
     assert words in dead(folder, code)[0]
 
 
+def test_a_stop_and_a_refusal_are_believed_where_the_record_agrees(folder):
+    recorder(folder).note("stopped")
+    assert dead(folder, 3)[0] == f"stopped · on request after update 1,203 · nothing lost before 1,200 · continue: {COMMAND}"
+    blackbox.Recorder(blackbox.memory_folder(folder), rank=0).error("recipe key 'run.seed': expected a number")
+    assert dead(folder, 2)[0].startswith("refused · recipe key 'run.seed': expected a number")
+
+
 def test_a_deadline_is_told_from_an_exception_by_the_watchdogs_traceback(folder):
     recorder(folder)
-    (folder / "rank-0" / blackbox.TRACEBACK).write_text("Timeout (0:05:00)!\nThread 0x1 (most recent call first):\n")
+    (folder / "rank-0" / faults.TRACEBACK).write_text("Timeout (0:05:00)!\nThread 0x1 (most recent call first):\n")
     assert "deadline: it began nothing for too long at update 1,204" in dead(folder, 1)[0]
 
 
@@ -177,7 +181,7 @@ def test_values_of_variables_that_look_like_secrets_are_in_no_text(folder, monke
     text = "\n".join(dead(folder, 1)) + (folder / ending.END).read_text()
     assert "hf_abcdefgh12345678" not in text and "cannot log in with ***" in text and "bad token ***" in text
     ending.hide_in(folder / "rank-0" / "stderr")
-    assert (folder / "rank-0" / "stderr").read_text() == "bad token ***\n"
+    assert (folder / "rank-0" / "stderr").read_text() == "bad token " + "*" * 19 + "\n"
 
 
 def test_all_runs_under_a_folder_and_json(folder, capsys):
