@@ -26,7 +26,8 @@ SHORT = (
     "run.device=cpu",
 )
 OWN_LINES = re.compile(
-    r"graphcap \d|target    |train     |resume    |held_out  |plan      |drafter   |training  |update +\d+ +held-out|decoding \d+|"
+    r"graphcap \d|target    |train     |resume    |held_out  |plan      |drafter   |training  |"
+    r"update +\d+ +held-out|decoding \d+|"
     r"\d+ held-out prompts|acceptance length|  (drafter|prompt lookup|walked)|tokens equal|  prompt \d+|seconds per token|"
     r"distinct 4-grams|what limits them|  τ:|  speed:|weights, ready|checkpoint to resume|decode with other settings"
 )
