@@ -58,9 +58,11 @@ class Supervisor:
         claim = runfolder.Claim(self.recipe, self.command)
         with _signals(self._ask):
             try:
-                end = self._attempts(claim)
-                if self.bar is not None:
-                    _while_there(self.bar.close)
+                try:
+                    end = self._attempts(claim)
+                finally:
+                    if self.bar is not None:
+                        _while_there(self.bar.close)
                 return self._leave(end, claim)
             finally:
                 forget(self.memory)
@@ -73,7 +75,7 @@ class Supervisor:
         while True:
             if restarts:
                 claim.begin(self.command)
-            end = self._attempt()
+            end = self._attempt(claim)
             in_a_row, newest = (1 if self._newest() != newest else in_a_row + 1), self._newest()
             if end["verdict"] != ending.DEAD or self.asked or in_a_row > self.recipe.run.max_restarts:
                 return end | {"restarts": restarts, "asked": self.asked}
@@ -83,7 +85,7 @@ class Supervisor:
     def _newest(self) -> Path | None:
         return checkpoint.newest(self.folder / "checkpoints", hashes=False)[0]
 
-    def _attempt(self) -> dict:
+    def _attempt(self, claim: runfolder.Claim) -> dict:
         """Start the ranks, watch them to their end, and say how it was."""
         own = self.folder / "rank-0"
         own.mkdir(exist_ok=True)
@@ -100,7 +102,7 @@ class Supervisor:
             more = gpucore.variables(own) if self.recipe.run.gpu_core_dump else {}
             self.workers = _start(self.folder, [*self.program, *self.arguments], more)
             try:
-                code = self._watch()
+                code = self._watch(claim)
             finally:
                 self.workers.end()
         with self._suppressed("keeping the records"):
@@ -114,11 +116,12 @@ class Supervisor:
             end["cause"] = ending.hidden(f"{end['cause']} · {kernel}")
         return end
 
-    def _watch(self) -> int:
+    def _watch(self, claim: runfolder.Claim) -> int:
         """Until the rank is over; returns its exit code, negative for a signal."""
         while True:
             code = self.workers.exit_code()
             self._relay()
+            claim.check()
             if code is not None:
                 return code
             flight = blackbox.read(self.memory / "rank-0")
@@ -150,7 +153,7 @@ class Supervisor:
         whole = data[: data.rfind(b"\n") + 1]
         self._read_bytes += len(whole)
         for line in whole.decode(errors="replace").splitlines():
-            self._tell(line)
+            self._tell(ending.hidden(line))
 
     def _tell(self, line: str) -> None:
         _while_there(lambda: (self.bar.say if self.bar is not None else self.say)(line))

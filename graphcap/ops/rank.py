@@ -102,7 +102,9 @@ def _watched(rank: Rank, claim: "runfolder.Claim | None", command: str):
         if isinstance(error, KeyboardInterrupt):
             code, reason = 3, "at once, on request"
             rank.recorder.note("stopped")
-        rank.recorder.error(str(error) if hasattr(error, "exit_code") else f"{type(error).__name__}: {error}")
+        rank.recorder.error(
+            str(error) if hasattr(error, "exit_code") else f"{type(error).__name__}: {error}".removesuffix(": ")
+        )
         raise
     finally:
         rank.close()

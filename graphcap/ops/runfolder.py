@@ -6,6 +6,7 @@ Calls: cli.py, train.py, ops/launch.py, ops/rank.py, ops/status.py.
 import contextlib
 import fcntl
 import json
+import os
 from pathlib import Path
 
 from graphcap import config as recipes
@@ -116,6 +117,20 @@ class Claim:
         if self._made:
             with contextlib.suppress(OSError):  # somebody has put something into it
                 self.folder.rmdir()
+
+    def check(self) -> None:
+        """Raises: ConfigError if the folder is no longer the one claimed: somebody removed, replaced or renamed it."""
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.fstat(self._lock.fileno()), os.stat(self.folder / ".lock")):
+                return
+        raise ConfigError(
+            "run's folder",
+            self.folder,
+            expected="the folder that this run began in",
+            got="none, or another",
+            cause="somebody removed or renamed it, so the run was ended",
+            fix="put it back if it was renamed, then give the same command again",
+        )
 
     def close(self) -> None:
         self._lock.close()
