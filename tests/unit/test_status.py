@@ -109,6 +109,23 @@ def test_the_launch_that_the_gpu_has_begun_and_not_finished_is_where_it_died(fol
     assert "at update 1,207" in dead(folder, 1, reason="x")[0]
 
 
+def test_numbers_of_launches_begin_again_after_the_start_up(folder):
+    record = recorder(folder)
+    record.note("audit", update=0, bucket="big/1", launch=1)
+    record.note("replay", update=1, bucket="4096/512", launch=1)
+    record.memory[blackbox.GPU_AT : blackbox.GPU_AT + 16] = (1).to_bytes(8, "little") + (0).to_bytes(8, "little")
+    at = blackbox.read(record.path).at
+    assert (at.phase, at.update, at.bucket) == ("replay", 1, "4096/512")
+
+
+def test_a_record_of_a_process_that_began_earlier_under_the_same_number_is_not_alive(folder):
+    record = recorder(folder)
+    assert blackbox.read(record.path).alive
+    header = blackbox.HEADER.unpack_from(record.memory, 0)
+    blackbox.HEADER.pack_into(record.memory, 0, *header[:4], header[4] - 1, header[5])
+    assert not blackbox.read(record.path).alive
+
+
 @pytest.mark.parametrize(
     ("code", "error", "words"),
     [
