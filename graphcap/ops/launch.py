@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from datetime import datetime, timezone
 from pathlib import Path
 
 from graphcap.config import Recipe
@@ -156,6 +157,10 @@ class Supervisor:
             self._tell(ending.hidden(line))
 
     def _tell(self, line: str) -> None:
+        """Say a line for people, and keep it in run.log with its time."""
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        with contextlib.suppress(OSError), open(self.folder / runfolder.LOG, "a", encoding="utf-8") as log:
+            log.write(f"{now} {line}\n")
         _while_there(lambda: (self.bar.say if self.bar is not None else self.say)(line))
 
     def _draw(self, flight: Flight | None) -> None:

@@ -14,7 +14,7 @@ from graphcap.config import Recipe
 from graphcap.errors import ConfigError
 from graphcap.ops import blackbox, checkpoint, ending, faults
 
-RESULT = "result.json"
+RESULT, LOG = "result.json", "run.log"
 
 
 def finished_result(recipe: Recipe) -> dict | None:
@@ -112,7 +112,7 @@ class Claim:
             for path in ranks.iterdir():
                 path.unlink()
             ranks.rmdir()
-        for name in (ending.START, ending.END, ".lock"):
+        for name in (ending.START, ending.END, LOG, ".lock"):
             (self.folder / name).unlink(missing_ok=True)
         if self._made:
             with contextlib.suppress(OSError):  # somebody has put something into it

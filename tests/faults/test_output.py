@@ -67,6 +67,8 @@ def test_only_graphcaps_own_lines_and_one_bar_are_seen_and_a_second_run_prints_t
     bars = [part for part in re.split(r"[\r\n]", terminal) if part.strip() and not part.startswith("\x1b")]
     assert bars and all(re.match(r" *\d+%\|", part) for part in bars), bars
     assert bars[-1].lstrip().startswith("100%") and "loss" in bars[-1]
+    kept = [line.split(" ", 1)[1] for line in (tmp_path / "tiny" / "run.log").read_text(encoding="utf-8").splitlines()]
+    assert kept == shown.splitlines()[1:]
     table = shown[shown.index("2 held-out prompts ·") :].split("\n\ndecode with")[0]
 
     again, terminal, code = run_on_a_terminal(arguments)
