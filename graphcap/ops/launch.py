@@ -20,7 +20,7 @@ from pathlib import Path
 from graphcap.config import Recipe
 from graphcap.ops import blackbox, checkpoint, ending, faults, gpucore, runfolder
 from graphcap.ops.blackbox import Flight
-from graphcap.ops.progress import Progress
+from graphcap.ops.progress import Progress, while_there
 from graphcap.ops.rank import AFTER_TRAINING, BEFORE_TRAINING, SUPERVISOR, command_of, forget, keep_records, on_end
 
 PROGRAM = (sys.executable, "-m", "graphcap")
@@ -63,7 +63,7 @@ class Supervisor:
                     end = self._attempts(claim)
                 finally:
                     if self.bar is not None:
-                        _while_there(self.bar.close)
+                        while_there(self.bar.close)
                 return self._leave(end, claim)
             finally:
                 forget(self.memory)
@@ -161,7 +161,7 @@ class Supervisor:
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         with contextlib.suppress(OSError), open(self.folder / runfolder.LOG, "a", encoding="utf-8") as log:
             log.write(f"{now} {line}\n")
-        _while_there(lambda: (self.bar.say if self.bar is not None else self.say)(line))
+        while_there(lambda: (self.bar.say if self.bar is not None else self.say)(line))
 
     def _draw(self, flight: Flight | None) -> None:
         if flight is None or not flight.shown or flight.shown["update"] == self._shown_update:
@@ -216,7 +216,7 @@ class Supervisor:
         """Write end.json and say how it ended; a refused start leaves everything as it was."""
         if end["verdict"] == ending.REFUSED:
             claim.leave_nothing()
-            _while_there(lambda: print(f"graphcap: {end['cause']}", file=sys.stderr))
+            while_there(lambda: print(f"graphcap: {end['cause']}", file=sys.stderr))
             return end["exit_code"]
         refusal = ""
         try:
@@ -225,7 +225,7 @@ class Supervisor:
             refusal = f"graphcap: end.json cannot be written ({error}); it would say: {end}\n"
         if end["verdict"] != ending.FINISHED:
             text = "\n".join(["graphcap: " + ending.headline(end), *ending.lines(end)[1:]])
-            _while_there(lambda: print(refusal + text, file=sys.stderr))
+            while_there(lambda: print(refusal + text, file=sys.stderr))
         on_end(self.recipe)
         return end["exit_code"]
 
@@ -250,12 +250,6 @@ def _signals(ask):
             del os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"]
         else:
             os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = told
-
-
-def _while_there(draw) -> None:
-    """Draw or print for people; a terminal that has gone away ends nothing."""
-    with contextlib.suppress(OSError, ValueError):
-        draw()
 
 
 def _start(folder: Path, command: list[str], variables: dict[str, str]):

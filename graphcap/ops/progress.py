@@ -175,7 +175,7 @@ class Progress:
         text = _in_words(record)
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
-            _while_there(lambda: self._bar.update(steps))
+            while_there(lambda: self._bar.update(steps))
             return
         self._pending = ", ".join(filter(None, (f"update {record['update']}/{self._total}", text)))
         if time.monotonic() - self._printed_s >= PLAIN_EVERY_S:
@@ -184,15 +184,15 @@ class Progress:
     def say(self, text: str) -> None:
         """Print `text` as whole lines on standard output, above the bar."""
         if self._bar is not None:
-            _while_there(lambda: (self._bar.clear(), self._stream.flush()))
-        _while_there(lambda: print(text, file=sys.stdout, flush=True))
+            while_there(lambda: (self._bar.clear(), self._stream.flush()))
+        while_there(lambda: print(text, file=sys.stdout, flush=True))
         if self._bar is not None:
-            _while_there(self._bar.refresh)
+            while_there(self._bar.refresh)
 
     def close(self) -> None:
         """Show the last state and end the bar's line; a second time does nothing."""
         if self._bar is not None:
-            _while_there(self._bar.close)
+            while_there(self._bar.close)
             self._bar = None
         self._print_pending()
 
@@ -205,7 +205,7 @@ class Progress:
     def _print_pending(self) -> None:
         if self._pending:
             text, self._pending, self._printed_s = self._pending, "", time.monotonic()
-            _while_there(lambda: print(text, file=self._stream, flush=True))
+            while_there(lambda: print(text, file=self._stream, flush=True))
 
 
 def _make_bar(total_updates: int, start: int, stream):
@@ -250,7 +250,8 @@ def _in_words(record: dict) -> str:
     return ", ".join(words)
 
 
-def _while_there(draw) -> None:
+def while_there(draw) -> None:
+    """Draw or print for people; a terminal that has gone away ends nothing."""
     try:
         draw()
     except (OSError, ValueError):  # the terminal is gone; ValueError: the stream was closed
