@@ -18,7 +18,7 @@ from graphcap.data.packing import Schedule, num_anchors_of
 from graphcap.data.planner import Shapes, plan
 from graphcap.engine import Engine
 from graphcap.engine.evaluation import Evaluation, fitting
-from graphcap.engine.guard import start_compile_workers, use_deterministic_math
+from graphcap.engine.guard import start_compile_workers, torchs_cache_folder, use_deterministic_math
 from graphcap.engine.marks import Marks
 from graphcap.engine.optimizer import Hyper
 from graphcap.engine.step import DrafterStep
@@ -61,7 +61,7 @@ def build(recipe: Recipe, *, continued: dict | None, say, recorder: Recorder) ->
     settings = use_deterministic_math()
     device, dtype = device_and_dtype(recipe.run.device, recipe.target.dtype)
     if device.type == "cuda":
-        caches.use(made_by(), say)
+        caches.use(made_by(), say, unless=torchs_cache_folder())
         start_compile_workers()
     _set_threads(recipe, continued, say)
     _check_same_machine(device, dtype, continued)

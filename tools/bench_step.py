@@ -2,15 +2,15 @@
 
     python tools/bench_step.py                       # the four sizes of the table
     python tools/bench_step.py smol:1024:128 --updates 50
-    python tools/bench_step.py --loader smol:1024:128 --updates 10000     # the GPU's idle time with the real loader, memory
     python tools/bench_step.py --checkpointing q0.6b:16384:2048           # gradient checkpointing: memory, time, same bits
-    python tools/bench_step.py --recorder smol:1024:128                   # what the flight recorder costs
     python tools/bench_step.py --start-up shapes/bench8.json              # q0.6b: compile and capture every bucket of a plan
     python tools/bench_step.py --start-up shapes/bench8.json --target     # with a target of that size in the step
 
 A step is one row: mask, drafter, head and loss, backward, accumulation, then one update with fp32 masters. Data is random,
 one row of three documents, no target forward: the features are copied into place. Before anything is timed, the audit has
 compared the replay with the eager step bit for bit. Prints a table and, as the last line, one JSON document.
+
+What a run adds to its steps: tools/bench_run.py.
 """
 
 import argparse
@@ -18,27 +18,20 @@ import dataclasses
 import gc
 import json
 import statistics
-import tempfile
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from graphcap.data.conversations import Document
-from graphcap.data.loader import arrange
-from graphcap.data.packing import Schedule, num_anchors_of
-from graphcap.data.planner import Shapes, plan
+from graphcap.data.planner import Shapes
 from graphcap.engine import Bucket, Engine
 from graphcap.engine.guard import start_compile_workers, use_deterministic_math
-from graphcap.engine.marks import Marks
 from graphcap.engine.metrics import gaps_of
 from graphcap.engine.optimizer import Hyper
 from graphcap.engine.step import DrafterStep
 from graphcap.model.blocks import decay, default_gamma
 from graphcap.model.drafter import Drafter, DrafterConfig
 from graphcap.model.target import Target
-from graphcap.ops import blackbox
 
 SIZES = {  # hidden, query heads, key heads, head size, MLP, vocabulary
     "smol": (576, 9, 3, 64, 1536, 49152),
@@ -222,92 +215,6 @@ def qwen3_target() -> Target:
     return Target(model.requires_grad_(False).eval(), (1, 7, 13, 19, 25))
 
 
-def loader(case: str, updates: int) -> dict:
-    """The GPU's idle share over `updates` updates fed by schedule and loader, by events, then over 500 by a profiler.
-
-    Documents are random, log-normal lengths of median 300; every update is one row. Memory is read before and after.
-    """
-    size, length, num_anchors = case.split(":")
-    draw, bucket = np.random.default_rng(0), Bucket(int(length), int(num_anchors))
-    lengths = np.clip(np.exp(draw.normal(np.log(300), 0.6, 4000)), 32, bucket.length).astype(int)
-    vocabulary = SIZES[size][5]
-    documents = {
-        number: Document(number, draw.integers(0, vocabulary, n).astype(np.int32), draw.random(n) < 0.8, "random", number)
-        for number, n in enumerate(lengths)
-    }
-    density = 0.9 * bucket.num_anchors / (0.8 * bucket.length)
-    anchors = np.array([num_anchors_of(document.loss_mask, density=density) for document in documents.values()])
-    shapes = plan(
-        lengths, anchors, block_size=BLOCK_SIZE, anchor_density=density, row_length=bucket.length, max_buckets=1, window=1000
-    )
-    shapes = dataclasses.replace(shapes, buckets=(bucket,))
-    schedule = Schedule(shapes, np.arange(4000), lengths, anchors, seed=0, epochs=1000, rows_per_update=1)
-    engine = Engine(make_step(size, bucket.length), (bucket,))
-    engine.prepare(eager=False)
-    remaining = schedule.updates()
-
-    def update() -> None:
-        one = next(remaining)
-        for row in one.rows:
-            arrays = arrange(row, documents, seed=0, epoch=one.epoch, density=density).arrays()
-            engine.fill(row.bucket, arrays)
-            engine.micro_step(row.bucket)
-        engine.update()
-
-    for _ in range(50):
-        update()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
-    engine.idle_share()
-    begin = time.perf_counter()
-    for _ in range(updates):
-        update()
-    share, ms = engine.idle_share(), 1e3 * (time.perf_counter() - begin) / updates
-    after = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
-    whole, inside = gaps_of(update, times=500), gaps_of(lambda: (engine.micro_step(bucket), engine.update()), times=20)
-    engine.close()
-    result = {
-        "case": f"loader {case}",
-        "updates": updates,
-        "ms": ms,
-        "idle_by_events": share,
-        "profiled_500": {"without_kernel": whole.share, "ms": whole.total_ms, "nodes": whole.num_nodes},
-        "profiled_replays": {"without_kernel": inside.share, "ms": inside.total_ms, "nodes": inside.num_nodes},
-        "idle_by_profiler": (whole.without_kernel_ms - inside.without_kernel_ms) / whole.total_ms,
-        "reserved_bytes": [before[0], after[0]],
-        "allocated_bytes": [before[1], after[1]],
-    }
-    print(
-        f"{case}: {updates} updates of {ms:.2f} ms, idle {share:.2%} by events, {result['idle_by_profiler']:.2%} by "
-        f"profiler over 500; reserved {before[0]} -> {after[0]}, allocated {before[1]} -> {after[1]}",
-        flush=True,
-    )
-    return result
-
-
-def recorder(case: str, updates: int) -> dict:
-    """What the flight recorder costs a replayed step: the same step with and without it, by turns."""
-    size, length, num_anchors = case.split(":")
-    bucket, engines = Bucket(int(length), int(num_anchors)), {}
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        record = blackbox.Recorder(Path(folder), rank=0, gpu_bytes=torch.cuda.memory_reserved)
-        marks = Marks(record.memory, blackbox.GPU_AT, torch.device("cuda"))
-        for name, watched in (("without", {}), ("with", {"note": record.note, "marks": marks})):
-            engine = engines[name] = Engine(make_step(size, bucket.length), (bucket,), **watched)
-            engine.prepare(eager=False)
-            engine.fill(bucket, engine.step.example(bucket))
-        taken: dict[str, list[float]] = {name: [] for name in engines}
-        for _ in range(10):
-            for name, engine in engines.items():
-                taken[name].append(timed_ms(lambda engine=engine: (engine.micro_step(bucket), engine.update()), updates)[0])
-        for engine in engines.values():
-            engine.close()
-    ms = {name: statistics.median(values) for name, values in taken.items()}
-    result = {"case": f"recorder {case}", **ms, "cost": ms["with"] / ms["without"] - 1, "all_ms": taken}
-    print(f"{case}: {ms['without']:.3f} ms without, {ms['with']:.3f} ms with the recorder: {result['cost']:+.2%}", flush=True)
-    return result
-
-
 def checkpointing(case: str, updates: int) -> dict:
     """The captured step with every layer's activations kept, and with gradient checkpointing."""
     size, length, num_anchors = case.split(":")
@@ -350,8 +257,6 @@ def main() -> None:
     parser.add_argument("--start-up", metavar="SHAPES", help="measure starting up with a plan's buckets instead")
     parser.add_argument("--size", default="q0.6b", choices=SIZES, help="the drafter of --start-up")
     parser.add_argument("--target", action="store_true", help="--start-up with a target of Qwen3-0.6B's shape in the step")
-    parser.add_argument("--loader", metavar="CASE", help="measure the GPU's idle time with schedule and loader instead")
-    parser.add_argument("--recorder", metavar="CASE", help="measure what the flight recorder costs instead")
     parser.add_argument("--checkpointing", metavar="CASE", help="measure gradient checkpointing instead")
     options = parser.parse_args()
     settings = use_deterministic_math()
@@ -359,17 +264,16 @@ def main() -> None:
     results = []
     if options.start_up:
         results.append(start_up(options.start_up, options.size, options.target))
-    if options.loader:
-        results.append(loader(options.loader, options.updates))
-    if options.recorder:
-        results.append(recorder(options.recorder, options.updates))
     if options.checkpointing:
         results.append(checkpointing(options.checkpointing, options.updates))
     if not results:
         results = table(options.cases or CASES, options.updates)
-    print(
-        json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "settings": settings, "results": results})
-    )
+    print(json.dumps(environment(settings) | {"results": results}))
+
+
+def environment(settings: dict[str, str]) -> dict:
+    """What the numbers were measured with."""
+    return {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "settings": settings}
 
 
 def table(cases, updates: int) -> list[dict]:

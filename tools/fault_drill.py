@@ -118,7 +118,7 @@ def rank(fault: Fault, phase: str, folder: Path, arguments: list[str]) -> int:
         at["saved"] = max(update, 0)  # -1: none yet
 
     blackbox.Recorder.note, blackbox.Recorder.saved = noted, saved_too
-    fault.arm()
+    fault.arm(folder)
     return cli.main(arguments)
 
 

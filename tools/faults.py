@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGABRT, SIGBUS, SIGHUP, SIGINT, SIGKILL, SIGSEGV, SIGSTOP, SIGTERM, SIGUSR1
 
-from graphcap.ops import blackbox, checkpoint, ending, status
+from graphcap.ops import blackbox, caches, checkpoint, ending, status
 from graphcap.ops.ending import DEAD, FINISHED, STOPPED
 from graphcap.ops.progress import read_metrics
 from graphcap.ops.rank import SUPERVISOR
@@ -64,12 +64,16 @@ class Fault:
     again: bool = False  # the same command once more finishes
     undone: bool = False  # in the end weights and metrics are those of an undisturbed run
     also: Callable[[Path], bool] = lambda folder: True  # what else has to hold; its docstring says it
-    arm: Callable[[], None] = lambda: None  # in the rank, before it begins
+    arm: Callable[[Path], None] = lambda folder: None  # in the rank, before it begins
     needs_gpu: bool = False
 
 
 def to_rank(number: int) -> Callable[[Place], None]:
     return lambda place: os.kill(os.getpid(), number)
+
+
+def nothing(place: Place) -> None:
+    """Nothing is done in the phase: the fault was armed before, or there is none."""
 
 
 def kill_supervisor(place: Place) -> None:
@@ -168,6 +172,11 @@ def spoil_all_gradients(place: Place) -> None:
     place.step.state.accumulate = lambda gradients: (accumulate(gradients), spoil_gradients(place))
 
 
+def index(value: int) -> Callable[[Place], None]:
+    """Where the table of `read_too_far` is read from here on."""
+    return lambda place: place.step.drill_index.fill_(value)
+
+
 def exhaust_gpu(place: Place) -> None:
     import torch
 
@@ -181,7 +190,7 @@ def hang_gpu(place: Place) -> None:
     torch.cuda._sleep(2**62)
 
 
-def remember_step() -> None:
+def remember_step(folder: Path) -> None:
     """Arms: the training step is kept for the fault."""
     from graphcap.engine.step import DrafterStep
 
@@ -194,15 +203,15 @@ def remember_step() -> None:
     DrafterStep.__init__ = remembered
 
 
-def read_too_far(claimed: int) -> Callable[[], None]:
+def read_too_far(claimed: int) -> Callable[[Path], None]:
     """Arms: each micro step, captured or not, also reads an 8-entry table that claims to have more, at an index on the GPU."""
 
-    def arm() -> None:
+    def arm(folder: Path) -> None:
         import torch
 
         from graphcap.engine.step import DrafterStep
 
-        remember_step()
+        remember_step(folder)
         micro = DrafterStep.micro
 
         def reading(self, slot) -> None:
@@ -218,6 +227,42 @@ def read_too_far(claimed: int) -> Callable[[], None]:
         DrafterStep.micro = reading
 
     return arm
+
+
+def keep_caches(folder: Path) -> Path:
+    """Where a rank of this row keeps its kernels: below the row's folder, in no folder of this machine's user."""
+    from graphcap.versions import made_by
+
+    for variable in caches.VARIABLES:
+        os.environ.pop(variable, None)
+    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+    return caches.folder(made_by())
+
+
+def block_caches(folder: Path) -> None:
+    keep_caches(folder)
+    (folder / "cache").write_text("a file in the folder's place")
+
+
+def cut_short_caches(folder: Path) -> None:
+    kernel = keep_caches(folder) / "triton" / "KERNEL"
+    kernel.mkdir(parents=True)
+    (kernel / "flex.json").write_text('{"name": ')
+
+
+def age_caches(folder: Path) -> None:
+    cache = keep_caches(folder) / "triton"
+    cache.mkdir(parents=True)
+    (cache / caches.STAMP).write_text('{"torch": "1.0"}')
+
+
+def said_of_caches(what: str) -> Callable[[Path], bool]:
+    def said(folder: Path) -> bool:
+        """The line about the caches says what was amiss; only a cache that could not be used is a folder for one run."""
+        told = re.findall(r"caches +(.*)", (folder / "terminal").read_text())
+        return len(told) in (1, 2) and all(re.search(what, line) for line in told)
+
+    return said
 
 
 def end_of(folder: Path) -> dict:
@@ -267,8 +312,10 @@ ASKED = {"says": "^on request", "verdict": STOPPED, "code": 3, "later": True}
 AT_ONCE = ASKED | {"says": "at once"}
 RESUMED = ASKED | {"phases": (START, "step"), "all_phases": EVERYWHERE, "again": True, "undone": True}
 GPU = {"phases": ("replay",), "needs_gpu": True}
-TOGETHER, MEMORY = "killed together with its supervisor", "out of memory"
-NOTHING = Fault("nothing", lambda place: None, verdict=FINISHED, code=0)
+TOGETHER, NO_ROOM = "killed together with its supervisor", r"B asked for with .* already held.* largest bucket is \d+/"
+AT_START = {"phases": ("compile",), "verdict": FINISHED, "code": 0, "needs_gpu": True}
+DUMPED = ("run.gpu_core_dump=true",)
+NOTHING = Fault("nothing", nothing, verdict=FINISHED, code=0)
 FAULTS = (
     Fault("SIGKILL", to_rank(SIGKILL), "^SIGKILL", phases=EVERYWHERE),
     *(
@@ -305,9 +352,14 @@ FAULTS = (
     Fault("restart", to_rank(SIGKILL), settings=PATIENT, also=restarted, **GOES_ON),
     Fault("secrets", tell_secrets, r"401 for \*+ \*+", **ANYWHERE),
     Fault("SIGKILL on a GPU", to_rank(SIGKILL), "^SIGKILL", phases=ON_GPU, needs_gpu=True),
-    Fault("GPU memory before", exhaust_gpu, MEMORY, phases=("compile",), needs_gpu=True),
-    Fault("GPU memory in capture", exhaust_gpu, MEMORY, phases=("capture",), needs_gpu=True),
-    Fault("device assert", lambda place: place.step.drill_index.fill_(2**40), "assert", arm=read_too_far(8), **GPU),
-    Fault("illegal access", lambda place: place.step.drill_index.fill_(2**38), "illegal", arm=read_too_far(2**39), **GPU),
+    Fault("GPU memory before", exhaust_gpu, NO_ROOM, phases=("compile",), needs_gpu=True),
+    Fault("GPU memory in capture", exhaust_gpu, NO_ROOM, phases=("capture",), needs_gpu=True),
+    Fault("device assert", index(2**40), "device-side assert", arm=read_too_far(8), **GPU),
+    Fault("illegal access", index(2**38), "illegal memory access", arm=read_too_far(2**39), **GPU),
+    Fault("assert, dumped", index(2**40), "kernel .*index", arm=read_too_far(8), settings=DUMPED, **GPU),
+    Fault("access, dumped", index(2**38), "kernel .*index", arm=read_too_far(2**39), settings=DUMPED, **GPU),
     Fault("endless kernel", hang_gpu, "^deadline", settings=QUICK, **GPU),
+    Fault("caches unwritable", nothing, arm=block_caches, also=said_of_caches("cannot be written"), **AT_START),
+    Fault("caches cut short", nothing, arm=cut_short_caches, also=said_of_caches("flex.json is no JSON; replaced"), **AT_START),
+    Fault("caches of another", nothing, arm=age_caches, also=said_of_caches("another version .*; replaced"), **AT_START),
 )

@@ -143,8 +143,7 @@ class Engine:
         self._preparing = False
         self.step.reset()
         if self._marks is not None:
-            self._marks.reset()
-        self._num_launches = 0
+            self._marks.reset(self._num_launches)
         self._census = Census(self.addressed())
         self.start_up.total_s = time.perf_counter() - start
 

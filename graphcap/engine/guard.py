@@ -33,6 +33,7 @@ TORCH_NAMES = (
     ("torch.utils.deterministic.fill_uninitialized_memory", "2.11 2.13"),
     ("torch._inductor.config.deterministic", "2.11 2.13"),
     ("torch._inductor.async_compile.maybe_warm_pool", "2.11 2.13"),
+    ("torch._inductor.runtime.cache_dir_utils.default_cache_dir", "2.11 2.13"),
     ("torch.nn.attention.flex_attention._warn_once", "2.11 2.13"),
     ("torch.nn.attention.flex_attention._WARNINGS_SHOWN", "2.11 2.13"),
     ("torch.nn.attention.flex_attention.BlockMask.from_kv_blocks", "2.11 2.13"),
@@ -85,6 +86,13 @@ def start_compile_workers() -> None:
         from torch._inductor.async_compile import maybe_warm_pool
 
         maybe_warm_pool()
+
+
+def torchs_cache_folder() -> str:
+    """The folder for kernels that torch writes into the environment, on the first import of Dynamo, if there is none."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return default_cache_dir()
 
 
 @dataclass

@@ -1,6 +1,7 @@
-"""Launches that the GPU has begun and finished, written by the GPU itself into memory of the host that outlives the process.
+"""How many launches the GPU has finished, written by the GPU itself into memory of the host that outlives the process.
 
-A fault shows on the host only at some later call. These two numbers say which launch it was in.
+A fault shows on the host only at some later call. This number says which launch it was in: launches run one after the
+other, so it was the first that is not finished.
 
 Calls: engine/buckets.py. Made by build.py on the flight recorder's memory.
 """
@@ -13,45 +14,47 @@ from graphcap.errors import CaptureError
 
 
 class Marks:
-    """Two int64 in host memory, [begun, finished], that every marked launch raises by one."""
+    """One int64 in host memory that every marked launch raises by one as its last kernel: some 3 µs over the bus."""
 
     def __init__(self, memory, place: int, device: torch.device) -> None:
-        """memory: a writable buffer of the host, page-aligned; the numbers stand at byte `place`, on a page of their own.
+        """memory: a writable buffer of the host, page-aligned; the number stands at byte `place`, on a page of its own.
 
         Raises: CaptureError if the driver does not take this memory.
         """
-        self._page = torch.frombuffer(memory, dtype=torch.int64, count=2, offset=place)
-        address = self._page.data_ptr()
-        assert address % 4096 == 0, f"the marks begin at {address % 4096} bytes of a page"
-        # Pinned, so that a copy into it can be captured; never unregistered, the process keeps the mapping to its end.
+        page = torch.frombuffer(memory, dtype=torch.int64, count=1, offset=place)
+        address = page.data_ptr()
+        assert address % 4096 == 0, f"the mark begins at {address % 4096} bytes of a page"
+        # Pinned, so that kernels can write it; never unregistered, the process keeps the mapping to its end.
         code = int(torch.cuda.cudart().cudaHostRegister(address, 4096, 0))
         if code:
             raise CaptureError(
                 "flight record",
                 "its page for the GPU",
-                expected="memory that the driver can write to",
+                expected="memory that the driver can write to, as /dev/shm is",
                 got=f"error {code} of cudaHostRegister",
                 fix="make /dev/shm writable",
             )
-        self._counts = torch.zeros(2, dtype=torch.int64, device=device)
+        self._finished = _as_seen_by_the_gpu(page, device)
 
-    def reset(self) -> None:
-        """No launch so far. Waits for those under way."""
+    def reset(self, launches: int) -> None:
+        """So many launches have finished. Waits for those under way."""
         torch.cuda.synchronize()
-        self._counts.zero_()
-        self._page.zero_()
+        self._finished.fill_(launches)
+        torch.cuda.synchronize()
 
     def around(self, function: Callable[[], object]) -> Callable[[], object]:
-        """The function with a mark before and after it. Capture: safe."""
+        """The function with a mark at its end. Capture: safe."""
 
         def marked():
-            self._mark(0)
             result = function()
-            self._mark(1)
+            self._finished.add_(1)
             return result
 
         return marked
 
-    def _mark(self, which: int) -> None:
-        self._counts[which].add_(1)
-        self._page[which : which + 1].copy_(self._counts[which : which + 1], non_blocking=True)
+
+def _as_seen_by_the_gpu(page, device: torch.device):
+    """A CUDA tensor on registered memory of the host, which GPUs address as the host does (CUDA's unified addressing)."""
+    place = {"shape": (page.numel(),), "typestr": "<i8", "data": (page.data_ptr(), False), "version": 2}
+    described = type("Page", (), {"__cuda_array_interface__": place, "memory": page})()
+    return torch.as_tensor(described, device=device)

@@ -1,6 +1,6 @@
 """What a run measures of itself: metrics on their way from the device, the GPU's idle time, the gaps inside a replay.
 
-Calls: train.py, engine/buckets.py, tools/bench_step.py.
+Calls: train.py, engine/buckets.py, tools/bench_step.py, tools/bench_run.py.
 """
 
 from collections.abc import Callable

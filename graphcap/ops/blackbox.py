@@ -2,7 +2,7 @@
 
 Each rank maps one small file in the node's memory (/dev/shm, else the folder for temporary files) and writes there what it
 begins: phase, update, bucket. Even after SIGKILL the file says what ran last. A GPU writes into the same file how many
-launches it has begun and finished, so that a fault inside a replay is pinned to its update. The supervisor, or the rank
+launches it has finished, so that a fault inside a replay is pinned to its update. The supervisor, or the rank
 itself where there is none, copies the file into the run's folder as `rank-<k>/flight.bin`.
 
 Calls: build.py, ops/rank.py, ops/launch.py, ops/ending.py, ops/status.py. Loads no torch.
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from graphcap.ops.faults import Deadline
 
-MAGIC, VERSION = b"graphcap", 1
+MAGIC, VERSION = b"graphcap", 2
 HEADER = struct.Struct("<8sIIQQ16s")  # magic, version, rank, pid, the process's start in clock ticks, boot id
 SAVED = struct.Struct("<q")
 # entries, launches, update, finished, host bytes, gpu bytes, share of host memory in use, beat, phase, bucket
@@ -73,7 +73,7 @@ class Recorder:
         self.memory[DEVICE_AT : DEVICE_AT + 32] = data.ljust(32, b"\0")
 
     def note(self, phase: str, *, update: int | None = None, bucket: str = "", launch: int = 0) -> None:
-        """The rank begins something. launch: its number, from 1, if a GPU says when it has begun and finished it."""
+        """The rank begins something. launch: its number, from 1, if a GPU says when it has finished it."""
         self._entries += 1
         self._launches = launch or self._launches
         self._update = self._update if update is None else update
@@ -155,7 +155,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Flight:
-    """A rank's record as read: what it last began, and what the GPU says it has begun and finished."""
+    """A rank's record as read: what it last began, and how many launches its GPU says it has finished."""
 
     rank: int
     device: str
@@ -172,7 +172,6 @@ class Flight:
     beat_s: float
     phase: str
     bucket: str
-    gpu_begun: int
     gpu_finished: int
     shown: dict | None
     error: str
@@ -190,12 +189,9 @@ class Flight:
 
     @property
     def at(self) -> Entry:
-        """What ran when the record ended: what the GPU had begun and not finished, else what the rank began last."""
-        if self.gpu_finished < self.launches and self.gpu_begun:
-            for entry in reversed(self.entries):  # numbers begin again after start-up
-                if entry.launch == self.gpu_finished + 1:
-                    return entry
-        return self.entries[-1]
+        """What ran when the record ended: the first launch that the GPU had not finished, else what the rank began last."""
+        unfinished = (entry for entry in self.entries if entry.launch == self.gpu_finished + 1)
+        return next(unfinished, self.entries[-1])
 
 
 def read(path: Path) -> Flight | None:
@@ -215,7 +211,7 @@ def read(path: Path) -> Flight | None:
     if not entries:
         return None
     shown, error = _document(data, 0), _document(data, 1)
-    begun, gpu_finished = struct.unpack_from("<qq", data, GPU_AT)
+    (gpu_finished,) = struct.unpack_from("<q", data, GPU_AT)
     return Flight(
         rank=rank,
         device=_text(data[DEVICE_AT : DEVICE_AT + 32]),
@@ -232,7 +228,6 @@ def read(path: Path) -> Flight | None:
         beat_s=beat,
         phase=_text(phase),
         bucket=_text(bucket),
-        gpu_begun=begun,
         gpu_finished=gpu_finished,
         shown=shown if isinstance(shown, dict) else None,
         error=error if isinstance(error, str) else "",

@@ -23,21 +23,24 @@ VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"
 STAMP = "made_by.json"
 
 
-def use(made_by: dict[str, str], say) -> None:
+def use(made_by: dict[str, str], say, *, unless: str = "") -> None:
     """Set both variables to folders that can be used, where the user has set none. say: called with what was amiss.
 
-    made_by: versions of torch and triton, and the GPU: another of these has other kernels.
+    made_by: versions of torch and triton, and the GPU: another of these has other kernels. unless: the folder that torch
+    itself writes into the environment, as if a user had, when it finds nothing there.
     """
     for variable, name in VARIABLES.items():
-        chosen = os.environ.get(variable)  # by the user: looked at, never emptied
-        wanted = Path(chosen) if chosen else folder(made_by) / name
+        own, chosen = folder(made_by) / name, os.environ.get(variable, "")
+        if chosen in (unless, str(own)):
+            chosen = ""
+        wanted = Path(chosen or own)  # one that the user has chosen is looked at, never emptied
         os.environ[variable] = str(wanted)
         refused = _refusal(wanted)
         if refused:
-            own = tempfile.mkdtemp(prefix=f"graphcap-{name}-")
-            atexit.register(shutil.rmtree, own, ignore_errors=True)
-            os.environ[variable] = own
-            say(f"caches    {wanted} cannot be written ({refused}); kernels are compiled anew, into {own}")
+            passing = tempfile.mkdtemp(prefix=f"graphcap-{name}-")
+            atexit.register(shutil.rmtree, passing, ignore_errors=True)
+            os.environ[variable] = passing
+            say(f"caches    {wanted} cannot be written ({refused}); kernels are compiled anew, into {passing}")
             continue
         amiss = (not chosen and _other_version(wanted, made_by)) or next(damage(wanted), "")
         if amiss and chosen:

@@ -78,7 +78,8 @@ def _verdict(folder: Path, code: int | None, flight: Flight | None, words: list[
     if code is None:
         return DEAD, "killed together with its supervisor: SIGKILL, a container's end, or power"
     if code < 0:
-        return DEAD, _signal_name(-code) + _probable(-code, flight)
+        ended = _signal_name(-code) + _probable(-code, flight)
+        return DEAD, f"{error}\nthen {ended}, while it ended" if error else ended
     if code in (0, 3):
         return DEAD, f"it ended with exit code {code} before it had finished"
     if timed_out(folder / f"rank-{rank}" / faults.TRACEBACK):

@@ -114,7 +114,8 @@ class Supervisor:
         if self.at_once:
             end |= {"verdict": ending.STOPPED, "exit_code": ending.EXIT_CODES[ending.STOPPED]}
         if kernel := gpucore.kernel_of(own):
-            end["cause"] = ending.hidden(f"{end['cause']} · {kernel}")
+            first, *more = end["cause"].splitlines()
+            end["cause"] = ending.hidden("\n".join([f"{first} · {kernel}", *more]))
         return end
 
     def _watch(self, claim: runfolder.Claim) -> int:

@@ -115,6 +115,8 @@ def test_a_run_captured_again_after_a_resume_equals_the_eager_run_while_others_a
         while not stop.is_set():
             torch.empty(2**20, pin_memory=True)
             torch.empty(2**20, device=DEVICE).zero_()  # torch refuses CUDA's random numbers in any thread during a capture
+            if len(errors) == 200:  # from 256 on torch refuses a function in words of its own
+                continue
             try:
                 torch.compile(lambda x: x * 7)(torch.ones(3, device=DEVICE))
             except Exception as error:  # noqa: BLE001 - whatever is raised is what the test looks at

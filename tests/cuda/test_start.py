@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from graphcap.ops import caches
+
 pytestmark = pytest.mark.cuda
 ROOT = Path(__file__).parents[2]
 HEAD = """
@@ -172,3 +174,24 @@ print('dense takes it', torch.cuda.max_memory_allocated() > normal + scores, tor
     )
     assert "bucket '2048/256'" in done.stdout and "recompile limit" in done.stdout
     assert "unfused True" in done.stdout and "limited True" in done.stdout and "dense takes it True" in done.stdout
+
+
+def test_the_caches_that_torch_and_triton_have_just_filled_count_as_whole(tmp_path):
+    body = """
+import torch
+from graphcap.engine.guard import start_compile_workers, torchs_cache_folder, use_deterministic_math
+from graphcap.ops import caches
+from graphcap.versions import made_by
+use_deterministic_math()
+caches.use(made_by(), print, unless=torchs_cache_folder())
+start_compile_workers()
+x = torch.randn(64, 64, device="cuda", requires_grad=True)
+torch.compile(lambda x: torch.softmax(x * 2 + 1, -1).sum())(x).backward()
+for name in caches.VARIABLES.values():
+    cache = caches.folder(made_by()) / name
+    print(name, sum(path.is_file() for path in cache.rglob("*")) > 3, list(caches.damage(cache)))
+"""
+    environment = {name: value for name, value in os.environ.items() if name not in caches.VARIABLES}
+    environment |= {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", body], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout.splitlines() == ["inductor True []", "triton True []"], done.stdout + done.stderr

@@ -69,6 +69,16 @@ def test_whole_files_are_kept_and_a_folder_that_the_user_chose_is_used(home, mon
     assert os.environ["TRITON_CACHE_DIR"] == str(home / "mine")
 
 
+def test_a_folder_that_torch_wrote_into_the_environment_is_no_choice_of_the_users(home, monkeypatch):
+    for torchs, expected in (
+        ("/tmp/torchinductor_me", home / ".cache/graphcap/2.11.0+cu130-NVIDIA_H200/inductor"),
+        ("", home / "x"),
+    ):
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", torchs or str(home / "x"))
+        caches.use(MADE_BY, print, unless=torchs)
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(expected)
+
+
 def test_a_folder_that_the_user_chose_is_looked_at_and_never_emptied(home, monkeypatch):
     mine = home / "mine"
     (mine / "pkg").mkdir(parents=True)
