@@ -29,6 +29,7 @@ from graphcap.engine.marks import Marks
 from graphcap.engine.metrics import gaps_of
 from graphcap.ops import blackbox
 from graphcap.ops.export import WEIGHTS, weight_tensors
+from graphcap.ops.faults import TRACEBACK, Deadline
 from graphcap.ops.saver import Saver
 from graphcap.train import STATE
 
@@ -90,8 +91,25 @@ def saver(case: str, updates: int) -> dict:
 def loader(case: str, updates: int) -> dict:
     """The GPU's idle share over `updates` updates fed by schedule and loader, by events, then over 500 by a profiler.
 
-    Documents are random, log-normal lengths of median 300; every update is one row. Memory is read before and after.
+    Documents are random, log-normal lengths of median 300; every update is one row. The flight recorder and the deadline are
+    on, as in training. Memory is read before and after.
     """
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        record = blackbox.Recorder(Path(folder), rank=0, gpu_bytes=torch.cuda.memory_reserved)
+        deadline = Deadline(Path(folder) / TRACEBACK, 300.0)
+        record.watch(deadline)
+        try:
+            return _fed(case, updates, {"note": record.note, "marks": _marks(record)})
+        finally:
+            deadline.close()
+
+
+def _marks(record: blackbox.Recorder) -> Marks:
+    return Marks(record.memory, blackbox.GPU_AT, torch.device("cuda"))
+
+
+def _fed(case: str, updates: int, watched: dict) -> dict:
+    """What `loader` measures, on an engine that is watched as training's is."""
     size, length, num_anchors = case.split(":")
     draw, bucket = np.random.default_rng(0), Bucket(int(length), int(num_anchors))
     lengths = np.clip(np.exp(draw.normal(np.log(300), 0.6, 4000)), 32, bucket.length).astype(int)
@@ -107,7 +125,7 @@ def loader(case: str, updates: int) -> dict:
     )
     shapes = dataclasses.replace(shapes, buckets=(bucket,))
     schedule = Schedule(shapes, np.arange(4000), lengths, anchors, seed=0, epochs=1000, rows_per_update=1)
-    engine = Engine(make_step(size, bucket.length), (bucket,))
+    engine = Engine(make_step(size, bucket.length), (bucket,), **watched)
     engine.prepare(eager=False)
     remaining = schedule.updates()
 
@@ -156,8 +174,7 @@ def recorder(case: str, updates: int) -> dict:
     bucket, engines = Bucket(int(length), int(num_anchors)), {}
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         record = blackbox.Recorder(Path(folder), rank=0, gpu_bytes=torch.cuda.memory_reserved)
-        marks = Marks(record.memory, blackbox.GPU_AT, torch.device("cuda"))
-        for name, watched in (("without", {}), ("with", {"note": record.note, "marks": marks})):
+        for name, watched in (("without", {}), ("with", {"note": record.note, "marks": _marks(record)})):
             engine = engines[name] = Engine(make_step(size, bucket.length), (bucket,), **watched)
             engine.prepare(eager=False)
             engine.fill(bucket, engine.step.example(bucket))

@@ -215,7 +215,7 @@ def drill(fault: Fault, phase: str, folder: Path, undisturbed: Path | None, *, b
     left = wait_for_end(row, planted["session"], planted["time_s"] + WITHIN_S)
     row.seconds = round(time.monotonic() - planted["time_s"], 1)
     row.problems += [f"processes left: {left}"] if left else []
-    row.problems += [f"took {row.seconds} s"] if row.seconds > WITHIN_S else []
+    row.problems += [f"took {row.seconds} s"] if row.seconds > WITHIN_S and fault.verdict != FINISHED else []
     if row.code == 0 if fault.code is None else row.code != fault.code:
         row.problems.append(f"exit code {row.code}, not {'above 0' if fault.code is None else fault.code}")
     row.problems += [*of_ending(row, planted), *of_what_is_left(row, planted, list(planted_secrets.values()))]

@@ -33,6 +33,7 @@ TORCH_NAMES = (
     ("torch.utils.deterministic.fill_uninitialized_memory", "2.11 2.13"),
     ("torch._inductor.config.deterministic", "2.11 2.13"),
     ("torch._inductor.async_compile.maybe_warm_pool", "2.11 2.13"),
+    ("torch._inductor.async_compile.AsyncCompile.wait_pool_ready", "2.11 2.13"),
     ("torch._inductor.runtime.cache_dir_utils.default_cache_dir", "2.11 2.13"),
     ("torch.nn.attention.flex_attention._warn_once", "2.11 2.13"),
     ("torch.nn.attention.flex_attention._WARNINGS_SHOWN", "2.11 2.13"),
@@ -86,6 +87,13 @@ def start_compile_workers() -> None:
         from torch._inductor.async_compile import maybe_warm_pool
 
         maybe_warm_pool()
+
+
+def wait_for_compile_workers() -> None:
+    """Wait for them. Training does not: its first bucket compiles while the last of them come up."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    AsyncCompile.wait_pool_ready()
 
 
 def torchs_cache_folder() -> str:
