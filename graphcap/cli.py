@@ -4,6 +4,7 @@ Exit codes: 0 finished, 2 something the user must mend, 3 stopped and can go on,
 """
 
 import argparse
+import contextlib
 import os
 import sys
 
@@ -126,7 +127,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return options.run(options)
     except GraphcapError as error:
-        print("\n".join([f"graphcap: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
+        print(f"graphcap: {error.told}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         go_on = "; the same command continues from the newest checkpoint" if options.verb == "train" else ""
@@ -185,7 +186,10 @@ def _train(options) -> int:
     if not options.here and not is_rank:
         return launch.Supervisor(recipe, arguments, _say).run()
     quiet_libraries(None)
-    with rank.entered(recipe, here=options.here, command=rank.command_of(arguments)) as place:
+    with (
+        rank.leaving_at_once() if rank.SUPERVISOR in os.environ else contextlib.nullcontext(),
+        rank.entered(recipe, here=options.here, command=rank.command_of(arguments)) as place,
+    ):
         from graphcap.train import train
 
         silence_transformers()

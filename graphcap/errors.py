@@ -34,6 +34,11 @@ class GraphcapError(Exception):
             f"{thing} '{name}': expected {expected}, got {got}{because}. Fix: {fix}{'' if fix.endswith('?') else '.'}"
         )
 
+    @property
+    def told(self) -> str:
+        """The message and what was noted on it."""
+        return "\n".join([str(self), *getattr(self, "__notes__", [])])
+
 
 class UserError(GraphcapError, ValueError):
     """Something the user must mend: exit code 2."""

@@ -15,6 +15,7 @@ NAME = "gpu.core"
 # skip_abort: the program itself says what CUDA said, instead of dying in the driver.
 LEAN = "skip_abort,skip_nonrelocated_elf_images,skip_global_memory,skip_shared_memory,skip_local_memory,skip_constbank_memory"
 READ_S = 15  # for cuda-gdb
+FUNCTION = r"(?:void )?([A-Za-z_][\w:]*)"  # its name, without template and arguments
 
 
 def variables(folder: Path) -> dict[str, str]:
@@ -43,9 +44,9 @@ def kernel_of(folder: Path) -> str:
 
 def kernel_in(text: str) -> str:
     """The faulting kernel in what cuda-gdb prints, with the exception; nothing if there is none."""
-    fault = re.search(r"CUDA Exception: (.+)", text)
-    kernel = re.search(r"^\*.*\s([A-Za-z_]\w*)\(", text, re.MULTILINE)  # the focused line of `info cuda kernels`
-    kernel = kernel or re.search(r"#0\s+0x[0-9a-f]+ in ([A-Za-z_]\w*)", text)
+    fault = re.search(r"^CUDA Exception: (.+)|^(Assertion failed)", text, re.MULTILINE)
+    kernel = re.search(rf"^#0\s+0x[0-9a-f]+ in {FUNCTION}", text, re.MULTILINE)
+    kernel = kernel or re.search(rf"^\*.*\)\s+{FUNCTION}", text, re.MULTILINE)  # the focused line of `info cuda kernels`
     if kernel is None:
         return ""
-    return f"kernel {kernel[1]}" + (f": {fault[1].strip()}" if fault else "")
+    return f"kernel {kernel[1]}" + (f": {(fault[1] or fault[2]).strip()}" if fault else "")

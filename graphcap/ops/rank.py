@@ -14,9 +14,11 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 
 from graphcap.config import Recipe
+from graphcap.errors import GraphcapError
 from graphcap.ops import blackbox, checkpoint, ending, faults, runfolder
 
 SUPERVISOR = "GRAPHCAP_SUPERVISOR"  # variable that tells a rank its supervisor's process id
@@ -89,6 +91,26 @@ def entered(recipe: Recipe, *, here: bool, command: str):
     finally:
         if claim is not None:
             claim.close()
+
+
+@contextlib.contextmanager
+def leaving_at_once():
+    """A failure of training ends this process here, after its message or traceback, and takes none of its objects apart.
+
+    Once a device is dead, torch aborts where it frees memory of it, and the frames of that would be the last words.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OSError) or getattr(error, "exit_code", 1) != 1:  # the device is well
+            raise
+        if isinstance(error, GraphcapError):
+            print(f"graphcap: {error.told}", file=sys.stderr)
+        else:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def _watched(rank: Rank, claim: "runfolder.Claim | None", command: str):

@@ -223,6 +223,17 @@ def test_the_ring_holds_the_last_entries_in_order(folder):
     assert [entry.update for entry in entries] == list(range(200 - blackbox.RING, 200))
 
 
+ASSERTED = """Opening GPU coredump: /runs/out/a/rank-0/gpu.core
+[Current focus set to CUDA kernel 0, grid 30493, block (0,0,0), thread (0,0,0), device 0, sm 124, warp 3, lane 0]
+
+Assertion failed.
+#0  0x00007f9ff5d530f0 in void at::native::index_elementwise_kernel<128, 4, at::native::gpu_index_kernel<Opaque<4> > \
+(at::TensorIteratorBase&, bool)::{lambda(int)#1}>(long, at::native::index_kernel_impl<4>)<<<(1,1,1),(128,1,1)>>> ()
+  Kernel Parent Dev Grid Status     SMs Mask GridDim  BlockDim Invocation
+*      0      -   0 30493 Active 0x001000000 (1,1,1) (128,1,1) at::native::index_elementwise_kernel<128, 4>()
+"""
+
+
 @pytest.mark.parametrize(
     ("text", "kernel"),
     [
@@ -232,10 +243,13 @@ def test_the_ring_holds_the_last_entries_in_order(folder):
             2,
         ),
         ("Opening GPU coredump: gpu.core\nNo symbols", 0),
+        (ASSERTED, 3),
+        (ASSERTED.replace("#0", "#1").replace("Assertion failed.", ""), 4),
     ],
 )
 def test_the_kernel_of_a_gpus_core_dump_is_read_from_what_cuda_gdb_prints(text, kernel):
     from graphcap.ops.gpucore import kernel_in
 
     words = ["", "kernel triton_tem_fused_flex_attention_0: Warp Illegal Address", "kernel gather_kernel"]
+    words += ["kernel at::native::index_elementwise_kernel: Assertion failed", "kernel at::native::index_elementwise_kernel"]
     assert kernel_in(text) == words[kernel]
