@@ -20,15 +20,24 @@ from graphcap.engine import Engine
 from graphcap.engine.evaluation import Evaluation, fitting
 from graphcap.engine.guard import start_compile_workers, torchs_cache_folder, use_deterministic_math
 from graphcap.engine.marks import Marks
-from graphcap.engine.optimizer import Hyper
+from graphcap.engine.optimizer import ALIGNMENT_BYTES, Hyper
 from graphcap.engine.step import DrafterStep
 from graphcap.errors import CaptureError, ConfigError
 from graphcap.model import blocks
 from graphcap.model.drafter import Drafter, DrafterConfig, tapped_layers
-from graphcap.model.target import Target, device_and_dtype, dtype_name, find_mask_token, load_model, load_tokenizer
-from graphcap.ops import caches
+from graphcap.model.identity import Identity, identity_of
+from graphcap.model.target import (
+    Target,
+    device_and_dtype,
+    dtype_name,
+    find_mask_token,
+    load_config,
+    load_model,
+    load_tokenizer,
+)
+from graphcap.ops import caches, checkpoint
 from graphcap.ops.blackbox import GPU_AT, Recorder
-from graphcap.ops.export import check_fits, read_config, read_drafter
+from graphcap.ops.export import check_fits, read_config, read_drafter, read_target
 from graphcap.versions import made_by, untested
 
 
@@ -47,6 +56,7 @@ class TrainingRun:
     shapes: Shapes
     schedule: Schedule
     engine: Engine
+    identity: Identity  # of the target
     settings: dict[str, str]  # the deterministic settings in force, for env.json
     recorder: Recorder
     position: int = 0
@@ -69,14 +79,18 @@ def build(recipe: Recipe, *, continued: dict | None, say, recorder: Recorder) ->
     recorder.note("load target")
     begin = time.monotonic()
     where = {"revision": recipe.target.revision, "trust_remote_code": recipe.target.trust_remote_code}
+    if continued is None:
+        _check_disk(recipe, load_config(recipe.target.path, **where), dtype)
     tokenizer = load_tokenizer(recipe.target.path, **where)
     model = load_model(recipe.target.path, dtype=dtype, device=device, **where)
     drafter_config, mask_name = configure_drafter(recipe, model, tokenizer)
     target = Target(model, drafter_config.target_layer_ids)
+    identity = identity_of(model, recipe.target.path)
+    _check_same_target(identity, recipe, continued, say)
     taps, place = list(drafter_config.target_layer_ids), f"{dtype_name(dtype)} on {device.type}"
     say(
         f"target    {recipe.target.path}: {_millions(model)} M parameters, {place}, layers {taps} tapped, "
-        f"MASK is {mask_name}  ({time.monotonic() - begin:.0f} s)"
+        f"MASK is {mask_name}, fingerprint {identity.fingerprint}{_at_commit(identity)}  ({time.monotonic() - begin:.0f} s)"
     )
 
     if device.type == "cuda" and (warning := untested(torch.__version__)):
@@ -109,13 +123,14 @@ def build(recipe: Recipe, *, continued: dict | None, say, recorder: Recorder) ->
         shapes=shapes,
         schedule=schedule,
         engine=Engine(step, shapes.buckets, note=recorder.note, marks=_marks(recorder, device, say)),
+        identity=identity,
         settings=settings,
         recorder=recorder,
     )
 
 
 def _marks(recorder: Recorder, device: torch.device, say) -> Marks | None:
-    """On a GPU the launches it has begun and finished are written into the flight record by itself, where it can."""
+    """On a GPU it writes the launches that it has finished into the flight record itself, where it can."""
     if device.type != "cuda":
         return None
     recorder.gpu_bytes = torch.cuda.memory_reserved
@@ -157,14 +172,49 @@ def _check_same_machine(device: torch.device, dtype: torch.dtype, continued: dic
         )
 
 
+def _check_same_target(identity: Identity, recipe: Recipe, continued: dict | None, say) -> None:
+    """A run goes on with the target it began with; a drafter to start from may be another target's, and that is said."""
+    if continued is not None and "target" in continued and continued["target"]["fingerprint"] != identity.fingerprint:
+        raise ConfigError(
+            "recipe key",
+            "target.path",
+            expected=f"the target that the run began with ({Identity(**continued['target'])})",
+            got=str(identity),
+            fix="put it back or name its commit with target.revision, or start a new run with run.name=OTHER",
+        )
+    began = read_target(Path(recipe.drafter.init)) if recipe.drafter.init else None
+    if began is not None and began.fingerprint != identity.fingerprint:
+        say(f"warm start {recipe.drafter.init} was trained for another target: {began}; this one is {identity}")
+
+
+def _check_disk(recipe: Recipe, target_config, dtype: torch.dtype) -> None:
+    """Whether the run's checkpoints will fit, from the target's config alone: before anything large is loaded."""
+    text = target_config.get_text_config()
+    if recipe.drafter.init:
+        config = read_config(Path(recipe.drafter.init))
+    else:
+        config = _sized(recipe, text, vocab_size=text.vocab_size, mask_token_id=0)
+    with torch.device("meta"):
+        parameters = list(Drafter(config).parameters())
+    padded = sum(parameter.numel() + ALIGNMENT_BYTES // 4 for parameter in parameters)
+    one = padded * (dtype.itemsize + 3 * 4) + len(parameters) * 2 * checkpoint.HEADER_BYTES_PER_TENSOR
+    checkpoint.check_room(recipe.folder, (recipe.checkpoint.keep + 2) * one)
+
+
 def configure_drafter(recipe: Recipe, model, tokenizer) -> tuple[DrafterConfig, str]:
     """The drafter's sizes: the recipe's where it names them, else the target's; and what the MASK token is, in words."""
     text, wanted = model.config.get_text_config(), recipe.drafter
     if wanted.init:
         return _configured_as(recipe, model), f"the token of {wanted.init}"
-    num_layers = text.num_hidden_layers
     embeddings = model.get_input_embeddings().weight.shape[0]
     mask_token_id, mask_name = find_mask_token(tokenizer, embeddings, name=wanted.mask_token)
+    config = _sized(recipe, text, vocab_size=embeddings, mask_token_id=mask_token_id)
+    return config, f"{mask_name} (id {mask_token_id})"
+
+
+def _sized(recipe: Recipe, text, *, vocab_size: int, mask_token_id: int) -> DrafterConfig:
+    """The recipe's sizes, and those of the target's text config where it names none."""
+    wanted, num_layers = recipe.drafter, text.num_hidden_layers
     heads = wanted.num_heads or text.num_attention_heads
     head_dim = wanted.head_dim or getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return DrafterConfig(
@@ -174,7 +224,7 @@ def configure_drafter(recipe: Recipe, model, tokenizer) -> tuple[DrafterConfig, 
         num_kv_heads=wanted.num_kv_heads or text.num_key_value_heads,
         head_dim=head_dim,
         intermediate_size=wanted.intermediate_size or text.intermediate_size,
-        vocab_size=embeddings,
+        vocab_size=vocab_size,
         rms_norm_eps=text.rms_norm_eps,
         rope_theta=rope_theta(text),
         max_position_embeddings=text.max_position_embeddings,
@@ -182,7 +232,7 @@ def configure_drafter(recipe: Recipe, model, tokenizer) -> tuple[DrafterConfig, 
         mask_token_id=mask_token_id,
         target_layer_ids=wanted.target_layer_ids or tuple(tapped_layers(num_layers, wanted.num_tapped_layers)),
         num_target_layers=num_layers,
-    ), f"{mask_name} (id {mask_token_id})"
+    )
 
 
 def _configured_as(recipe: Recipe, model) -> DrafterConfig:
@@ -232,6 +282,10 @@ def _hyper(recipe: Recipe, num_updates: int) -> Hyper:
     section = recipe.optimizer
     names = ("learning_rate", "warmup_fraction", "beta1", "beta2", "eps", "weight_decay", "max_grad_norm")
     return Hyper(num_updates=num_updates, **{name: getattr(section, name) for name in names})
+
+
+def _at_commit(identity: Identity) -> str:
+    return f", commit {identity.commit[:12]}" if identity.commit else ""
 
 
 def _millions(module) -> str:

@@ -25,6 +25,12 @@ EVAL_EXAMPLE = """example:
   graphcap eval DRAFTER-FOLDER --target TARGET-FOLDER --prompts chats.jsonl"""
 
 
+EXPORT_EXAMPLE = """example:
+  graphcap export runs/out/tiny drafter
+  graphcap export runs/out/tiny drafter-bf16 --dtype bfloat16
+  graphcap export --check drafter --target graphcap/assets/tiny"""
+
+
 STATUS_EXAMPLE = """example:
   graphcap status runs/out/tiny
   graphcap status runs/out --json"""
@@ -47,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
     _add_train(verbs)
     _add_eval(verbs)
+    _add_export(verbs)
     _add_status(verbs)
     _add_doctor(verbs)
     return top
@@ -66,6 +73,7 @@ def _add_train(verbs) -> None:
     train.add_argument(
         "--here", action="store_true", help="train in this process, with no supervisor: for debuggers, profilers and notebooks"
     )
+    train.add_argument("--dry-run", action="store_true", help="say what the run would be and need; train and write nothing")
     train.add_argument("-h", "--help", action="store_true", help="show this, and with a RECIPE every key of a recipe")
     train.set_defaults(run=_train, parser=train)
 
@@ -90,6 +98,16 @@ def _add_eval(verbs) -> None:
     )
     evaluate.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
     evaluate.set_defaults(run=_eval, parser=evaluate)
+
+
+def _add_export(verbs) -> None:
+    export = _verb(verbs, "export", "write a run's best drafter as a folder to serve, or check such a folder", EXPORT_EXAMPLE)
+    export.add_argument("source", metavar="RUN", nargs="?", help="a run's folder, or one of its checkpoints")
+    export.add_argument("out", metavar="OUT", nargs="?", help="the folder to make")
+    export.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: as the run saved it")
+    export.add_argument("--check", metavar="FOLDER", help="say whether a drafter's folder in z-lab's format is whole and sound")
+    export.add_argument("--target", help="with --check: a target that it has to fit, folder or Hub name")
+    export.set_defaults(run=_export, parser=export)
 
 
 def _add_status(verbs) -> None:
@@ -182,6 +200,13 @@ def _train(options) -> int:
             )
             _say(f"to start afresh: graphcap train {options.recipe} run.name=OTHER, or remove {recipe.folder}")
             return 0
+    if options.dry_run:
+        quiet_libraries(None)
+        from graphcap.preview import preview
+
+        silence_transformers()
+        preview(recipe, show=0, say=_say)
+        return 0
     arguments = ["train", options.recipe, *options.overrides, *(["--eager"] if options.eager else [])]
     if not options.here and not is_rank:
         return launch.Supervisor(recipe, arguments, _say).run()
@@ -201,6 +226,25 @@ def _say(line: str) -> None:
         print(line, flush=True)
     except BrokenPipeError:
         _give_up_output()
+
+
+def _export(options) -> int:
+    wrong = not (options.source and options.out) if options.check is None else options.source
+    if wrong:
+        options.parser.error("give RUN and OUT, or --check FOLDER; for example: graphcap export runs/out/tiny drafter")
+    from graphcap.ops.progress import quiet_libraries, silence_transformers
+
+    quiet_libraries(None)
+    from graphcap import export
+
+    silence_transformers()
+    if options.check is None:
+        export.export(options.source, options.out, dtype=options.dtype, say=_say)
+    else:
+        for line in export.check(options.check, target_path=options.target):
+            _say(line)
+        _say("whole and sound")
+    return 0
 
 
 def _status(options) -> int:

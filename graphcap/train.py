@@ -4,6 +4,7 @@ The loop asks the schedule for an update, fills a slot with each of its rows, la
 update. What a run is made of is made in build.py; what it leaves behind is its folder (ops/runfolder.py).
 """
 
+import dataclasses
 import math
 import shlex
 import time
@@ -45,9 +46,7 @@ def train(recipe: Recipe, *, rank: Rank, eager: bool = False, say=print) -> int:
         say(f"not used  {line}")
     continued = checkpoint.load_document(newest, POSITION) if newest else None
     run = build(recipe, continued=continued, say=say, recorder=recorder)
-    if continued is None:
-        checkpoint.check_room(recipe.folder, (recipe.checkpoint.keep + 2) * checkpoint.needed_bytes(_tensors(run)))
-    else:
+    if continued is not None:
         check_position(run, newest, continued)
     runfolder.create(recipe, shapes_json=run.shapes.to_json(), environment=environment(run.settings))
     quiet_libraries(recipe.folder / "libraries.log")
@@ -75,7 +74,7 @@ def _train(run: TrainingRun, rank: Rank, newest: Path | None, continued: dict | 
         resume(run, newest, continued, say)
     with Saver(run.folder / "checkpoints", keep=recipe.checkpoint.keep, on_saved=recorder.saved) as saver:
         recorder.note("reserve")
-        saver.reserve(_tensors(run))
+        saver.reserve(tensors_of(run))
         rank.hurries(True)
         complete = _loop(run, rank, saver, say=say)
         rank.hurries(False)
@@ -220,7 +219,7 @@ class Record:
         score = self.walked[1] if self.walked and self.walked[0] == self.run.position else None
         self.rank.hurries(False)  # a save before this one may still be under way, on a slow disk
         self.recorder.note("save")
-        self.saver.begin(self.run.position, tensors=_tensors(self.run), documents=_documents(self.run), score=score)
+        self.saver.begin(self.run.position, tensors=tensors_of(self.run), documents=_documents(self.run), score=score)
         self.rank.hurries(True)
         self.run.engine.pause()
         self.last_fetch = time.monotonic()
@@ -266,7 +265,8 @@ def _named(names: list[str], row: list[float]) -> dict:
     return {**values, **whole, "match_share": shares}
 
 
-def _tensors(run: TrainingRun) -> dict[str, dict[str, torch.Tensor]]:
+def tensors_of(run: TrainingRun) -> dict[str, dict[str, torch.Tensor]]:
+    """Everything a checkpoint holds, by file and name; the tensors themselves."""
     return {WEIGHTS: weight_tensors(run.drafter), STATE: run.engine.step.state.tensors()}
 
 
@@ -279,12 +279,13 @@ def _documents(run: TrainingRun) -> dict[str, dict]:
         "threads": torch.get_num_threads(),
         "device": head.device.type,
         "dtype": dtype_name(head.dtype),
+        "target": dataclasses.asdict(run.identity),
         "torch": torch.__version__,
         "fingerprint": run.shapes.fingerprint,
         "schedule": [run.schedule.epoch_hash(epoch) for epoch in range(epochs_begun)],
         "num_updates": run.schedule.num_updates,
     }
-    return {CONFIG: config_document(run.drafter.config, head.dtype), POSITION: state}
+    return {CONFIG: config_document(run.drafter.config, head.dtype, run.identity), POSITION: state}
 
 
 def check_position(run: TrainingRun, folder: Path, continued: dict) -> None:

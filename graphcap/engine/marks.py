@@ -6,6 +6,7 @@ other, so it was the first that is not finished.
 Calls: engine/buckets.py. Made by build.py on the flight recorder's memory.
 """
 
+import contextlib
 from collections.abc import Callable
 
 import torch
@@ -27,6 +28,8 @@ class Marks:
         # Pinned, so that kernels can write it; never unregistered, the process keeps the mapping to its end.
         code = int(torch.cuda.cudart().cudaHostRegister(address, 4096, 0))
         if code:
+            with contextlib.suppress(RuntimeError):  # the refusal is CUDA's last error: the next launch raises it, once
+                torch.zeros(1, device=device)
             raise CaptureError(
                 "flight record",
                 "its page for the GPU",

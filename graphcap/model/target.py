@@ -57,6 +57,16 @@ def load_model(path: str, *, revision: str, dtype: torch.dtype, device: torch.de
     return model.requires_grad_(False).eval().to(device)
 
 
+def load_config(path: str, *, revision: str, trust_remote_code: bool):
+    """The target's config alone. Raises: ConfigError if there is none, naming the path."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise _no_target(path, error) from error
+
+
 def load_tokenizer(path: str, *, revision: str, trust_remote_code: bool):
     """The target's tokenizer. Raises: ConfigError if there is none, naming the path."""
     from transformers import AutoTokenizer

@@ -183,7 +183,7 @@ def _write_partial(partial: Path, update: int, tensors: dict, texts: dict[str, s
         for name, text in texts.items():
             _write_synced(partial / name, text)
         for name, file_tensors in tensors.items():
-            _write_tensors(partial / name, file_tensors)
+            write_tensors(partial / name, file_tensors)
         files = [partial / name for name in (*texts, *tensors)]
         entries = {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in files}
         score = None if score is None else finite(float(score))
@@ -196,7 +196,8 @@ def _write_partial(partial: Path, update: int, tensors: dict, texts: dict[str, s
     return manifest
 
 
-def _write_tensors(path: Path, tensors: dict[str, "torch.Tensor"]) -> None:
+def write_tensors(path: Path, tensors: dict[str, "torch.Tensor"]) -> None:
+    """Write a safetensors file, synced, of tensors of any device; half of one stays where that is cut off. Raises: OSError."""
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import save_file

@@ -6,6 +6,7 @@ misshapen tensors are errors that name them.
 Calls: train.py, eval.py. Source of names and keys: z-lab/dflash 44947fb, dflash/model.py.
 """
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -13,12 +14,16 @@ import torch
 
 from graphcap.errors import CheckpointError, ConfigError
 from graphcap.model.drafter import Drafter, DrafterConfig
+from graphcap.model.identity import Identity
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
 
-def config_document(config: DrafterConfig, dtype: torch.dtype) -> dict:
-    """config.json of a drafter. `target_layer_ids` are 0-based outputs of decoder layers, which the file says."""
+def config_document(config: DrafterConfig, dtype: torch.dtype, target: Identity | None = None) -> dict:
+    """config.json of a drafter. `target_layer_ids` are 0-based outputs of decoder layers, which the file says.
+
+    target: the one it was trained for; loaders that do not know the key leave it alone.
+    """
     return {
         "architectures": ["DFlashDraftModel"],
         # Names a file that z-lab ships: without this key AutoModel would load a plain Qwen3 in silence.
@@ -54,7 +59,17 @@ def config_document(config: DrafterConfig, dtype: torch.dtype) -> dict:
         "attention_dropout": 0.0,
         "tie_word_embeddings": False,
         "dtype": str(dtype).removeprefix("torch."),
+        **({"target": dataclasses.asdict(target)} if target else {}),
     }
+
+
+def read_target(folder: Path) -> Identity | None:
+    """The target that a drafter folder says it was trained for; None where it does not say. The folder's config is readable."""
+    document = json.loads((Path(folder) / CONFIG).read_text(encoding="utf-8")).get("target")
+    try:
+        return Identity(**document)
+    except TypeError:  # somebody else's key of that name, or none
+        return None
 
 
 def weight_tensors(drafter: Drafter) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ import torch
 
 from graphcap.engine import Engine
 from graphcap.engine.marks import Marks
+from graphcap.errors import CaptureError
 from graphcap.ops import blackbox
 from tests.cuda.test_engine import BUCKETS, random_row, same, small_step
 
@@ -50,6 +51,15 @@ def test_marks_count_every_launch_of_replays_change_no_number_and_can_be_read_by
     assert same(marked.step.state_tensors(), plain.step.state_tensors())
     assert flight.phase == "replay"
     marked.close()
+
+
+def test_a_page_that_the_driver_does_not_take_is_an_error_and_nothing_is_broken(tmp_path):
+    recorder = blackbox.Recorder(tmp_path, rank=0)
+    try:
+        Marks(recorder.memory, blackbox.GPU_AT, torch.device("cuda"))
+    except CaptureError as error:
+        assert "make /dev/shm writable" in str(error)
+    assert torch.ones(3, device="cuda").sum().item() == 3  # also where this file system is one that it takes
 
 
 def test_a_fault_inside_a_replay_is_pinned_to_its_launch_and_update(folder):

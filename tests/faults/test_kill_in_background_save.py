@@ -48,7 +48,7 @@ def save_manifest_first(folder: Path) -> None:
         final.mkdir()
         text = checkpoint._sealed({"version": 1, "update": update, "score": score, "files": {}})
         checkpoint._write_synced(final / "manifest.json", text)
-        checkpoint._write_tensors(final / "model.safetensors", tensors["model.safetensors"])
+        checkpoint.write_tensors(final / "model.safetensors", tensors["model.safetensors"])
         return final
 
     checkpoint.save = flawed

@@ -52,7 +52,7 @@ def save_manifest_first(folder: Path, update: int, seed: int, keep: int) -> None
     final.mkdir(parents=True)
     text = checkpoint._sealed({"version": 1, "update": update, "score": None, "files": {}})
     checkpoint._write_synced(final / "manifest.json", text)
-    checkpoint._write_tensors(final / "model.safetensors", content(seed)["tensors"]["model.safetensors"])
+    checkpoint.write_tensors(final / "model.safetensors", content(seed)["tensors"]["model.safetensors"])
 
 
 def write_text(folder: Path, update: int, seed: int, keep: int) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-VERBS = ("train", "eval", "shapes", "extract", "regenerate")
+VERBS = ("train", "eval", "export", "preview", "shapes", "extract", "regenerate")
 # From the bottom up; "" is the package itself, which imports nothing. A module imports its own layer and those below.
 LAYERS = (
     ("", "errors"),

@@ -1,0 +1,154 @@
+"""`graphcap export`, `export --check` and `train --dry-run`, through the command line, on a run of three updates."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from graphcap import cli
+from graphcap.ops import checkpoint
+from graphcap.ops.export import CONFIG, WEIGHTS
+
+SMALL = (
+    *("optimizer.max_updates=3", "optimizer.rows_per_update=1", "eval.every=1", "checkpoint.every=1", "checkpoint.keep=3"),
+    *("eval.documents=2", "eval.prompts=2", "eval.passes=1", "eval.max_new_tokens=8", "shapes.row_length=256"),
+    *("shapes.max_buckets=1", "run.threads=1"),
+)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> list[str]:
+    """The tiny recipe with overrides that make it a matter of seconds."""
+    short = tmp_path_factory.mktemp("data") / "train.jsonl"
+    lines = Path("graphcap/assets/tiny/conversations/train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    short.write_text("".join(lines[:40]), encoding="utf-8")
+    return ["runs/tiny.toml", *SMALL, f"data.train={short}"]
+
+
+@pytest.fixture(scope="module")
+def run(small, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("runs")
+    assert cli.main(["train", *small, f"run.out={out}", "run.name=a", "--here"]) == 0
+    return out / "a"
+
+
+@pytest.fixture
+def copied(run, tmp_path) -> Path:
+    return Path(shutil.copytree(run, tmp_path / "run"))
+
+
+def refused(capsys, *arguments: str) -> str:
+    capsys.readouterr()
+    assert cli.main(list(arguments)) == 2
+    return capsys.readouterr().err
+
+
+def test_an_export_has_the_best_checkpoints_weights_and_names_its_target_without_a_path(run, tmp_path, capsys):
+    out = tmp_path / "drafter"
+    assert cli.main(["export", str(run), str(out)]) == 0
+    best = checkpoint.best(run / "checkpoints")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["drafter"]
+    assert sorted(path.name for path in out.iterdir()) == ["README.md", CONFIG, WEIGHTS]
+    kept, written = load_file(best / WEIGHTS), load_file(out / WEIGHTS)
+    assert kept.keys() == written.keys() and all(torch.equal(tensor, written[name]) for name, tensor in kept.items())
+    document = json.loads((out / CONFIG).read_text())
+    assert document == json.loads((best / CONFIG).read_text()) and document["target"]["name"] == "tiny"
+    card = (out / "README.md").read_text()
+    assert "Drafts blocks of 8 tokens for tiny, fingerprint" in card and "acceptance length" in card
+    assert str(run.parent) not in card + (out / CONFIG).read_text()
+    capsys.readouterr()
+    assert cli.main(["export", "--check", str(out), "--target", "graphcap/assets/tiny"]) == 0
+    assert "whole and sound" in capsys.readouterr().out
+
+
+def test_an_export_in_bfloat16_is_the_rounded_one_and_decodes(run, tmp_path, capsys):
+    out = tmp_path / "drafter"
+    assert cli.main(["export", str(run / "checkpoints/update-00000001"), str(out), "--dtype", "bfloat16"]) == 0
+    assert "acceptance length" not in (out / "README.md").read_text()  # the result is of other weights
+    kept, written = load_file(run / "checkpoints/update-00000001" / WEIGHTS), load_file(out / WEIGHTS)
+    assert all(torch.equal(tensor.bfloat16(), written[name]) for name, tensor in kept.items())
+    prompts = ["--prompts", "graphcap/assets/tiny/conversations/held_out.jsonl", "--num-prompts", "1", "--passes", "1"]
+    capsys.readouterr()
+    assert cli.main(["eval", str(out), "--target", "graphcap/assets/tiny", *prompts, "--max-new-tokens", "4"]) == 0
+    assert "1 of 1" in capsys.readouterr().out
+
+
+def test_nothing_that_is_there_is_overwritten_and_an_incomplete_checkpoint_is_refused(copied, tmp_path, capsys):
+    out = tmp_path / "kept"
+    out.mkdir()
+    (out / "thesis.tex").write_text("years of work")
+    assert "expected a folder that does not exist yet" in refused(capsys, "export", str(copied), str(out))
+    assert [path.name for path in out.iterdir()] == ["thesis.tex"]
+    newest = copied / "checkpoints/update-00000003"
+    with open(newest / WEIGHTS, "r+b") as file:
+        file.truncate(1000)
+    assert "expected a complete one, got model.safetensors" in refused(capsys, "export", str(newest), str(tmp_path / "x"))
+    assert not (tmp_path / "x").exists()
+    for path in (copied / "checkpoints").iterdir():
+        (path / "manifest.json").unlink()
+    assert "expected a run with a complete checkpoint" in refused(capsys, "export", str(copied), str(tmp_path / "x"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept", "run"]
+
+
+@pytest.mark.parametrize("damage", ["nan", "zeros", "tensor", "target"])
+def test_a_check_names_what_is_wrong(run, tmp_path, capsys, damage):
+    out = tmp_path / "drafter"
+    assert cli.main(["export", str(run), str(out)]) == 0
+    tensors, document = load_file(out / WEIGHTS), json.loads((out / CONFIG).read_text())
+    says = {"nan": "fc.weight is not finite", "zeros": "norm.weight is all zeros", "tensor": "fc.weight missing"}
+    says["target"] = "got one of tiny, fingerprint 0000000000000000"
+    if damage == "nan":
+        tensors["fc.weight"][3, 4] = float("nan")
+    elif damage == "zeros":
+        tensors["norm.weight"].zero_()
+    elif damage == "tensor":
+        del tensors["fc.weight"]
+    document["target"]["fingerprint"] = "0" * 16 if damage == "target" else document["target"]["fingerprint"]
+    save_file(tensors, out / WEIGHTS)
+    (out / CONFIG).write_text(json.dumps(document))
+    assert says[damage] in refused(capsys, "export", "--check", str(out), "--target", "graphcap/assets/tiny")
+
+
+def test_a_resume_with_another_target_is_refused_and_a_warm_start_says_so(small, copied, tmp_path, capsys):
+    other = Path(shutil.copytree("graphcap/assets/tiny", tmp_path / "other", ignore=shutil.ignore_patterns("conversations")))
+    weights = load_file(other / WEIGHTS)
+    name = next(name for name in weights if "layers.0.mlp" in name)
+    weights[name] = weights[name] * 1.5
+    save_file(weights, other / WEIGHTS, metadata={"format": "pt"})
+    state = json.loads((copied / "checkpoints/update-00000003/state.json").read_text())
+    assert state["target"]["name"] == "tiny" and len(state["target"]["fingerprint"]) == 16
+    started = [f"drafter.init={copied / 'checkpoints/update-00000003'}", f"run.out={tmp_path}", "run.name=b"]
+    target = f"target.path={other}"
+    assert cli.main(["train", *small, *started, target, "--dry-run"]) == 0
+    assert "was trained for another target: tiny, fingerprint" in capsys.readouterr().out
+    recipe = (copied / "config.toml").read_text().replace('path = "graphcap/assets/tiny"', f'path = "{tmp_path}/swapped"')
+    recipe = recipe.replace('name = "a"', 'name = "run"').replace(str(copied.parent), str(tmp_path))
+    (copied / "config.toml").write_text(recipe.replace("max_updates = 3", "max_updates = 4"))
+    (tmp_path / "swapped").symlink_to(other)
+    again = tmp_path / "again.toml"
+    again.write_text((copied / "config.toml").read_text())
+    said = refused(capsys, "train", str(again), f"run.out={tmp_path}", "--here")
+    assert "expected the target that the run began with (tiny, fingerprint" in said, said
+
+
+def test_a_dry_run_says_what_the_run_needs_and_leaves_no_file(small, tmp_path, capsys):
+    assert cli.main(["train", *small, f"run.out={tmp_path}", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    for part in (
+        "rows_per_update = 1",
+        "plan      buckets 256/48",
+        "memory    target",
+        "disk      5 checkpoints",
+        "time      3 updates",
+    ):
+        assert part in said, part
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_without_room_is_found_before_the_target_is_loaded(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_free_bytes", lambda folder: 10**6)
+    monkeypatch.setattr("graphcap.build.load_model", None)  # calling it would be a TypeError
+    assert "bytes free, got 1,000,000 bytes" in refused(capsys, "train", "runs/tiny.toml", f"run.out={tmp_path}", "--dry-run")
