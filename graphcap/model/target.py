@@ -296,7 +296,9 @@ def _first_layers(decoder: nn.Module, num_layers: int) -> nn.Module:
 def find_mask_token(tokenizer, num_embeddings: int, *, name: str) -> tuple[int, str]:
     """The id of the token that stands for MASK, and its name in words: the named one, else an unused row of the embedding.
 
-    Raises: ConfigError if the named token does not exist, or if no unused row can be told from the tokenizer.
+    Looked for in this order: a mask token; an added token called reserved or unused; a row that no token has; an added token
+    that has no role and does not stand in the chat template, the last of them. Never a word of the vocabulary, whatever its
+    name: text may contain it. Raises: ConfigError if the named token does not exist, or if none of these is there.
     """
     vocabulary = tokenizer.get_vocab()
     if name:
@@ -309,13 +311,17 @@ def find_mask_token(tokenizer, num_embeddings: int, *, name: str) -> tuple[int, 
                 fix="name an unused special token, or leave the key out",
             )
         return vocabulary[name], name
-    candidates = [tokenizer.mask_token, *MASK_NAMES]
-    candidates += sorted((token for token in vocabulary if "reserved" in token.lower()), key=vocabulary.get)
-    for token in candidates:
+    added = [str(token) for _, token in sorted(tokenizer.added_tokens_decoder.items())]
+    kept_free = [token for token in added if "reserved" in token.lower() or "unused" in token.lower()]
+    for token in (tokenizer.mask_token, *MASK_NAMES, *kept_free):
         if token in vocabulary and vocabulary[token] < num_embeddings:
             return vocabulary[token], token
     if max(vocabulary.values()) + 1 < num_embeddings:
         return max(vocabulary.values()) + 1, "a row of the embedding that no token has"
+    taken = {*tokenizer.all_special_tokens, *(token for token in added if token in str(tokenizer.chat_template))}
+    for token in reversed(added):
+        if token not in taken and vocabulary.get(token, num_embeddings) < num_embeddings:
+            return vocabulary[token], token
     raise ConfigError(
         "recipe key",
         "drafter.mask_token",

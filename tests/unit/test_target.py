@@ -188,10 +188,14 @@ def test_a_wrapped_target_with_softcapping_in_its_text_config_is_refused():
 
 
 class Words:
-    """A tokenizer as far as `find_mask_token` asks: a vocabulary and perhaps a mask token."""
+    """A tokenizer as far as `find_mask_token` asks: tokens in angle brackets are added ones, the first has a role."""
+
+    chat_template = "{{ '<chat>' }}"
 
     def __init__(self, vocabulary: dict[str, int], mask_token: str | None = None) -> None:
         self.vocabulary, self.mask_token = vocabulary, mask_token
+        self.added_tokens_decoder = {number: token for token, number in vocabulary.items() if token.startswith("<")}
+        self.all_special_tokens = list(self.added_tokens_decoder.values())[:1]
 
     def get_vocab(self) -> dict[str, int]:
         return self.vocabulary
@@ -203,9 +207,10 @@ class Words:
         (Words({"a": 0, "b": 1, "<x>": 2}), "<x>", 2),  # the named one
         (Words({"a": 0, "[M]": 1, "<|mask|>": 2}, "[M]"), "", 1),  # the tokenizer's own mask token
         (Words({"a": 0, "<|mask|>": 2}), "", 2),
-        (Words({"a": 0, "reserved_9": 3, "<|Reserved_1|>": 1}), "", 1),  # the first reserved one
+        (Words({" reserved": 0, "<s>": 1, "<|Reserved_9|>": 3, "<unused_1>": 2}), "", 2),  # the first one kept free; no word
         (Words({"a": 0, "<|mask|>": 7, "b": 1}), "b", 1),
-        (Words({"a": 0, "b": 4}), "", 5),  # a row behind the vocabulary
+        (Words({" reserved": 0, "b": 4}), "", 5),  # a row behind the vocabulary
+        (Words({"<s>": 0, "<file>": 1, "<empty>": 2, "<chat>": 3, " reserved": 7}), "", 2),  # the last added one without a role
     ],
 )
 def test_the_mask_token_is_the_named_or_an_unused_row(tokenizer, name, expected):
@@ -218,6 +223,7 @@ def test_the_mask_token_is_the_named_or_an_unused_row(tokenizer, name, expected)
         (Words({"a": 0, "b": 1}), "<nowhere>"),  # no such token
         (Words({"a": 0, "<x>": 2}), "<x>"),  # a token without a row
         (Words({"a": 0, "b": 1}), ""),  # nothing unused
+        (Words({"<s>": 0, " unused": 1}), ""),  # a role, and a word
         (Words({"a": 0, "b": 1, "<|mask|>": 2}), ""),
     ],
 )
