@@ -25,6 +25,7 @@ class GraphcapError(Exception):
     """Base of all errors of graphcap. `exit_code` is what the command line returns."""
 
     exit_code = 1
+    again = True  # whether the same command may do better
 
     def __init__(self, thing: str, name: object, *, expected: str, got: str, fix: str, cause: str = "") -> None:
         """thing: what kind of thing is wrong ("recipe key"); name: which one; the rest fills the one sentence form."""
@@ -67,4 +68,6 @@ class CaptureError(GraphcapError, RuntimeError):
 
 
 class TrainingError(GraphcapError, RuntimeError):
-    """Training cannot go on with these numbers."""
+    """Training cannot go on with these numbers: the same command would end the same way."""
+
+    again = False

@@ -143,20 +143,23 @@ class Record:
         Raises: the error of a save that failed meanwhile; TrainingError if gradients have not been finite for long.
         """
         self.saver.check()
-        if self.diverged is not None:
-            self.save()
-            raise self.diverged
         self.pending.append(update)
         if self.fetched is not None and self.fetched[1].ready():
             self._write()
+        if self.diverged is not None:
+            self.flush()
         if len(self.pending) >= self.every:
             self._fetch()
 
     def flush(self) -> None:
-        """Write a line for every update made so far."""
+        """Write a line for every update made so far. Raises: TrainingError if gradients have not been finite for long."""
         self._write()
         self._fetch()
         self._write()
+        if self.diverged is not None:
+            error, self.diverged = self.diverged, None
+            self._save()  # the state before these updates
+            raise error
 
     def _fetch(self) -> None:
         self._write()
@@ -212,9 +215,12 @@ class Record:
     def save(self) -> None:
         """Begin a checkpoint of the current update; its score is the walked estimate if one was made at this update.
 
-        Raises: the error of the save before.
+        Raises: the error of the save before; TrainingError as `flush`.
         """
         self.flush()
+        self._save()
+
+    def _save(self) -> None:
         self.metrics.sync()
         score = self.walked[1] if self.walked and self.walked[0] == self.run.position else None
         self.rank.hurries(False)  # a save before this one may still be under way, on a slow disk
@@ -230,7 +236,7 @@ class Record:
         self.metrics.close()
 
     def _check_finite(self, line: dict) -> None:
-        """Note, for `after`, that optimizer.max_skipped updates in a row had gradients that were not finite."""
+        """Note, for `flush`, that optimizer.max_skipped updates in a row had gradients that were not finite."""
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if line["skipped"] else 0
         if self.skipped_in_a_row < self.run.recipe.optimizer.max_skipped:
             return

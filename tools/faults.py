@@ -122,6 +122,11 @@ def fill_disk(place: Place) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
+def full_and_asked(place: Place) -> None:
+    fill_disk(place)
+    ask(SIGINT)(place)
+
+
 def damage_conversations(place: Place) -> None:
     path = place.folder / "train.jsonl"
     os.truncate(path, path.stat().st_size - 20)
@@ -296,6 +301,11 @@ def restarted(folder: Path) -> bool:
     return ["SIGKILL" in line for line in end_of(folder).get("restarts", [])] == [True]
 
 
+def no_restart(folder: Path) -> bool:
+    """A start that can only end the same way is not made."""
+    return end_of(folder).get("restarts") == []
+
+
 def asked_by(name: str) -> Callable[[Path], bool]:
     def asked(folder: Path) -> bool:
         """end.json says which signal asked."""
@@ -312,6 +322,7 @@ ASKED = {"says": "^on request", "verdict": STOPPED, "code": 3, "later": True}
 AT_ONCE = ASKED | {"says": "at once"}
 RESUMED = ASKED | {"phases": (START, "step"), "all_phases": EVERYWHERE, "again": True, "undone": True}
 GPU = {"phases": ("replay",), "needs_gpu": True}
+DIVERGES = {"later": True, "arm": remember_step}
 TOGETHER, NO_ROOM = "killed together with its supervisor", r"B asked for with .* already held.* largest bucket is \d+/"
 AT_START = {"phases": ("compile",), "verdict": FINISHED, "code": 0, "needs_gpu": True}
 DUMPED = ("run.gpu_core_dump=true",)
@@ -342,7 +353,10 @@ FAULTS = (
     ),
     Fault("damaged checkpoint", damage_checkpoint, phases=("decode",), settings=PATIENT, also=passed_over, **GOES_ON),
     Fault("nan once", spoil_gradients, verdict=FINISHED, code=0, also=one_skipped, arm=remember_step),
-    Fault("nan for ever", spoil_all_gradients, "first fc.weight", settings=STRICT, later=True, arm=remember_step),
+    Fault("nan for ever", spoil_all_gradients, "first fc.weight", settings=STRICT, **DIVERGES),
+    Fault("nan and restarts", spoil_all_gradients, "first fc.weight", settings=STRICT + PATIENT, also=no_restart, **DIVERGES),
+    Fault("nan to the end", spoil_all_gradients, "first fc.weight", settings=(*STRICT, "progress.every=5"), **DIVERGES),
+    Fault("asked on a full disk", full_and_asked, "^checkpoint .*File too large", later=True),
     Fault("second run", start_second_run, **GOES_ON),
     Fault("terminal closed", close_terminal, phases=(START, "step"), **GOES_ON),
     Fault("clock set back", set_clock_back, **GOES_ON),
@@ -352,6 +366,7 @@ FAULTS = (
     Fault("restart", to_rank(SIGKILL), settings=PATIENT, also=restarted, **GOES_ON),
     Fault("secrets", tell_secrets, r"401 for \*+ \*+", **ANYWHERE),
     Fault("SIGKILL on a GPU", to_rank(SIGKILL), "^SIGKILL", phases=ON_GPU, needs_gpu=True),
+    Fault("supervisor killed on a GPU", kill_supervisor, TOGETHER, code=-SIGKILL, **GPU),
     Fault("GPU memory before", exhaust_gpu, NO_ROOM, phases=("compile",), needs_gpu=True),
     Fault("GPU memory in capture", exhaust_gpu, NO_ROOM, phases=("capture",), needs_gpu=True),
     Fault("device assert", index(2**40), "device-side assert", arm=read_too_far(8), **GPU),

@@ -55,8 +55,9 @@ class Capturer:
     def capture(self, name: str, function: Callable[[], object]) -> Graph:
         """Record one call of `function`. It does not run; the first replay does.
 
-        Raises: CaptureError naming the cause and remedies; torch.OutOfMemoryError as it came. Stream and garbage collector
-        are as before; torch may keep the pool and a wrong capture state, so the process should end.
+        Raises: CaptureError naming the cause and remedies where CUDA cannot record something; what the function raises
+        itself as it came. Stream and garbage collector are as before; torch may keep the pool and a wrong capture state, so
+        the process should end.
         """
         before, collecting = torch.cuda.current_stream(), gc.isenabled()
         graph = torch.cuda.CUDAGraph()
@@ -64,10 +65,13 @@ class Capturer:
         try:
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
                 outputs = function()
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:
-            raise _capture_error(name, error) from error
+            first = _first(error)
+            if "captur" in str(first).lower():
+                raise _capture_error(name, first) from error
+            if first is error:
+                raise
+            raise first from None  # the others in its chain are its echo: a capture that was cut off
         finally:
             torch.cuda.set_stream(before)
             if collecting:
@@ -89,11 +93,14 @@ class Capturer:
         self.graphs = []
 
 
-def _capture_error(name: str, error: Exception) -> CaptureError:
+def _first(error: BaseException) -> BaseException:
     """The first error in the chain is the true one: what follows it in a capture is its echo."""
-    first = error
-    while first.__context__ is not None:
-        first = first.__context__
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
+
+
+def _capture_error(name: str, first: BaseException) -> CaptureError:
     text = (str(first).strip().splitlines() or [type(first).__name__])[0]
     cause = f"{_place(first)} reads a value on the host, synchronizes or copies from pageable memory"
     fix = (

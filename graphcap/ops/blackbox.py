@@ -37,8 +37,16 @@ MEMORY_EVERY_S = 1.0
 def memory_folder(run_folder: Path) -> Path:
     """Where the ranks of a run on this node have their flight records while they live."""
     root = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
-    name = hashlib.sha256(str(Path(run_folder).resolve()).encode()).hexdigest()[:16]
+    name = hashlib.sha256(f"{Path(run_folder).resolve()} {_namespace()}".encode()).hexdigest()[:16]
     return root / f"graphcap-{os.getuid()}-{name}"
+
+
+def _namespace() -> str:
+    """This container: two that share /dev/shm may have the same paths."""
+    try:
+        return os.readlink("/proc/self/ns/mnt")
+    except OSError:
+        return ""
 
 
 class Recorder:
@@ -50,7 +58,7 @@ class Recorder:
         self.path = folder / f"rank-{rank}"
         self.path.unlink(missing_ok=True)  # a new file: whoever still maps the old one does not see this process in it
         with open(self.path, "w+b") as file:
-            file.truncate(SIZE)
+            os.posix_fallocate(file.fileno(), 0, SIZE)  # refused here if there is no room; a page without one would be SIGBUS
             self.memory = mmap.mmap(file.fileno(), SIZE)
         self.gpu_bytes = gpu_bytes
         self._entries = self._launches = self._update = self._host_bytes = self._gpu_bytes = 0
@@ -60,7 +68,7 @@ class Recorder:
         self._next_memory = 0.0
         self._deadline: Deadline | None = None
         self.saved(-1)
-        HEADER.pack_into(self.memory, HEADER_AT, MAGIC, VERSION, rank, os.getpid(), process_start(os.getpid()), boot_id())
+        self._lay(HEADER_AT, HEADER.pack(MAGIC, VERSION, rank, os.getpid(), process_start(os.getpid()), boot_id()))
         self.note("start-up")
 
     def watch(self, deadline: Deadline) -> None:
@@ -84,7 +92,7 @@ class Recorder:
             self._host_bytes, self._host_share = host_bytes("self"), host_share()
             self._gpu_bytes = self.gpu_bytes() if self.gpu_bytes is not None else 0
         place = RING_AT + self._entries % RING * ENTRY.size
-        ENTRY.pack_into(self.memory, place, self._entries, launch, self._update, now, self._phase, self._bucket)
+        self._lay(place, ENTRY.pack(self._entries, launch, self._update, now, self._phase, self._bucket))
         self._write_now(now)
         if self._deadline is not None:
             self._deadline.put_off(now)
@@ -96,7 +104,7 @@ class Recorder:
 
     def saved(self, update: int) -> None:
         """The checkpoint of `update` is complete. Any thread may say it."""
-        SAVED.pack_into(self.memory, SAVED_AT, update)
+        self._lay(SAVED_AT, SAVED.pack(update))
 
     def show(self, record: dict) -> None:
         """The newest metrics, for the bar that the supervisor draws."""
@@ -118,20 +126,13 @@ class Recorder:
         return self.memory[STOP_AT] != 0
 
     def _write_now(self, now: float) -> None:
-        NOW.pack_into(
-            self.memory,
-            NOW_AT,
-            self._entries,
-            self._launches,
-            self._update,
-            self._finished,
-            self._host_bytes,
-            self._gpu_bytes,
-            self._host_share,
-            now,
-            self._phase,
-            self._bucket,
-        )
+        counts = self._entries, self._launches, self._update, self._finished, self._host_bytes, self._gpu_bytes
+        self._lay(NOW_AT, NOW.pack(*counts, self._host_share, now, self._phase, self._bucket))
+
+    def _lay(self, place: int, data: bytes) -> None:
+        """Bytes over the old ones, all at once: `pack_into` zeroes its place first, and a reader in between would see a
+        record that has been silent since the node booted."""
+        self.memory[place : place + len(data)] = data
 
     def _write_text(self, number: int, text: str) -> None:
         data = text.encode()[: TEXT_SIZE - 4]

@@ -19,19 +19,30 @@ from graphcap.ops.blackbox import Flight
 
 END, START = "end.json", "start.json"
 SECRET = re.compile("TOKEN|KEY|SECRET|PASS", re.IGNORECASE)
+START_KEYS = {"command", "pid", "pid_start", "boot"}
+END_KEYS = {"verdict", "cause", "when", "rank", "checkpoint", "stderr", "traceback", "continue", "update", "phase", "bucket"}
+END_KEYS |= {"device", "finished", "memory", "entries"}
 LAST_WORDS = 20  # lines of standard error that are kept
 FINISHED, STOPPED, DEAD, REFUSED = "finished", "stopped", "dead", "refused"
+DEADLINE = "deadline: it began nothing for too long"
+FATAL = {  # faulthandler's words
+    "Segmentation fault": "SIGSEGV",
+    "Aborted": "SIGABRT",
+    "Bus error": "SIGBUS",
+    "Floating-point exception": "SIGFPE",
+    "Illegal instruction": "SIGILL",
+}
 EXIT_CODES = {FINISHED: 0, STOPPED: 3, DEAD: 1, REFUSED: 2}
 
 
-def of_exit(folder: Path, *, code: int | None, command: str, reason: str = "", rank: int = 0) -> dict:
+def of_exit(folder: Path, *, code: int | None, command: str, reason: str = "", rank: int = 0, supervised: bool = True) -> dict:
     """The end of a rank that is over. code: its exit code, negative a signal, None unknown. command: what goes on with the run.
 
-    reason: why it was stopped or ended, where somebody asked for it.
+    reason: why its supervisor ended it; then nothing else counts. supervised: whether it had one.
     """
     flight = next((one for one in blackbox.flights(folder) if one.rank == rank), None)
     words = last_words(folder / f"rank-{rank}" / "stderr")
-    verdict, cause = _verdict(folder, code, flight, words, rank)
+    verdict, cause = _verdict(folder, code, flight, words, rank, supervised)
     newest = checkpoint.newest(folder / "checkpoints", hashes=False)[0]
     return {
         "version": 1,
@@ -66,7 +77,9 @@ def _last_known(flight: Flight | None) -> dict:
     }
 
 
-def _verdict(folder: Path, code: int | None, flight: Flight | None, words: list[str], rank: int) -> tuple[str, str]:
+def _verdict(
+    folder: Path, code: int | None, flight: Flight | None, words: list[str], rank: int, supervised: bool
+) -> tuple[str, str]:
     """Verdict and cause. An exit code is believed only where the flight record agrees: any library may call exit."""
     phase, error, trained = (flight.phase, flight.error, flight.update) if flight else ("", "", 0)
     if code == 0 and phase == "finished":
@@ -75,15 +88,16 @@ def _verdict(folder: Path, code: int | None, flight: Flight | None, words: list[
         return STOPPED, "on request"
     if code == 2 and error and not trained:
         return REFUSED, error
+    traceback = folder / f"rank-{rank}" / faults.TRACEBACK
     if code is None:
-        return DEAD, "killed together with its supervisor: SIGKILL, a container's end, or power"
+        return DEAD, error or died_of(traceback, supervised) or _vanished(supervised)
     if code < 0:
         ended = _signal_name(-code) + _probable(-code, flight)
         return DEAD, f"{error}\nthen {ended}, while it ended" if error else ended
     if code in (0, 3):
         return DEAD, f"it ended with exit code {code} before it had finished"
-    if timed_out(folder / f"rank-{rank}" / faults.TRACEBACK):
-        return DEAD, "deadline: it began nothing for too long"
+    if died_of(traceback, supervised) == DEADLINE:
+        return DEAD, DEADLINE
     return DEAD, error or (words[-1] if words else f"exit code {code}")
 
 
@@ -100,12 +114,26 @@ def _probable(number: int, flight: Flight | None) -> str:
     return ""
 
 
-def timed_out(traceback: Path) -> bool:
-    """Whether faulthandler's watchdog wrote into this file."""
+def _vanished(supervised: bool) -> str:
+    together = " together with its supervisor" if supervised else ""
+    return f"killed{together}: SIGKILL, a container's end, or power"
+
+
+def died_of(traceback: Path, supervised: bool) -> str:
+    """What faulthandler's file says a process died of; nothing where it says nothing.
+
+    A rank gets SIGTERM when its supervisor ends, whatever ended that: it is no cause there.
+    """
     try:
-        return "Timeout (" in traceback.read_text(encoding="utf-8", errors="replace")
+        text = traceback.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
-        return False
+        return ""
+    if "Timeout (" in text:
+        return DEADLINE
+    fatal = re.search(r"^Fatal Python error: (.+)", text, re.MULTILINE)
+    if fatal:
+        return FATAL.get(fatal[1].strip(), fatal[1].strip())
+    return "SIGTERM" if text.strip() and not supervised else ""
 
 
 def last_words(path: Path) -> list[str]:
@@ -145,12 +173,13 @@ def hide_in(path: Path) -> None:
 
 
 def read(folder: Path, name: str) -> dict | None:
-    """end.json or start.json of a run; None where there is none or it is damaged."""
+    """end.json or start.json of a run; None where there is none, or not a whole one."""
     try:
         document = json.loads((Path(folder) / name).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return document if isinstance(document, dict) else None
+    needed = {END: END_KEYS, START: START_KEYS}[name]
+    return document if isinstance(document, dict) and needed <= document.keys() else None
 
 
 def headline(end: dict) -> str:

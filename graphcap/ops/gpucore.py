@@ -36,7 +36,15 @@ def kernel_of(folder: Path) -> str:
     if shutil.which(command[0]) is None:
         return f"cuda-gdb -ex 'target cudacore {folder.name}/{NAME}' names its kernel"
     try:
-        shown = subprocess.run(command, capture_output=True, text=True, timeout=READ_S, check=False, stdin=subprocess.DEVNULL)
+        shown = subprocess.run(
+            command,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=READ_S,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
     except subprocess.TimeoutExpired:
         return f"cuda-gdb did not read {folder.name}/{NAME} within {READ_S} s"
     return kernel_in(shown.stdout) or f"cuda-gdb names no kernel of {folder.name}/{NAME}"

@@ -14,20 +14,24 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from datetime import datetime, timezone
 from pathlib import Path
 
 from graphcap.config import Recipe
-from graphcap.ops import blackbox, checkpoint, ending, faults, gpucore, runfolder
+from graphcap.errors import ConfigError
+from graphcap.ops import blackbox, checkpoint, ending, faults, gpucore, records, runfolder
 from graphcap.ops.blackbox import Flight
 from graphcap.ops.progress import Progress, while_there
-from graphcap.ops.rank import AFTER_TRAINING, BEFORE_TRAINING, SUPERVISOR, command_of, forget, keep_records, on_end
+from graphcap.ops.rank import AFTER_TRAINING, BEFORE_TRAINING, NOT_AGAIN, SUPERVISOR, command_of, on_end
 
 PROGRAM = (sys.executable, "-m", "graphcap")
 POLL_S = 0.1
 COPY_EVERY_S = 10.0
 STOP_WITHIN_S = 25.0  # a planned stop that takes longer becomes an end at once, but a save may be finished
 SAVE_WITHIN_S = 600.0
+LEAVE_WITHIN_S = 30.0  # for a rank that has said it has finished, and for one that was killed
+SILENT_POLLS = 3  # in a row, until a rank is ended for its silence
 GRACE_S = 5  # between SIGTERM and SIGKILL for ranks that have to end
 ASK = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -50,6 +54,8 @@ class Supervisor:
         self.bar: Progress | None = None
         self.cause, self.at_once = "", False  # why this process ended the rank, if it did
         self._shown_update, self._read_bytes, self._copied_at = -1, 0, 0.0
+        self._silent_polls, self._leaving_since, self._killed_at = 0, 0.0, 0.0
+        self._kept = True  # whether the records of the last rank are in the run's folder
 
     def run(self) -> int:
         """Returns the exit code. The folder is this process's from here to the end.
@@ -61,12 +67,21 @@ class Supervisor:
             try:
                 try:
                     end = self._attempts(claim)
+                except ConfigError:  # the folder is no longer there
+                    self._kept = True
+                    raise
+                except Exception as error:
+                    while_there(traceback.print_exc)
+                    reason = f"its supervisor failed: {type(error).__name__}: {error}"
+                    end = ending.of_exit(self.folder, code=None, command=self.command, reason=reason)
+                    end |= {"restarts": [], "asked": self.asked}
                 finally:
                     if self.bar is not None:
                         while_there(self.bar.close)
                 return self._leave(end, claim)
             finally:
-                forget(self.memory)
+                if self._kept:
+                    records.forget(self.memory)
                 claim.close()
 
     def _attempts(self, claim: runfolder.Claim) -> dict:
@@ -78,7 +93,10 @@ class Supervisor:
                 claim.begin(self.command)
             end = self._attempt(claim)
             in_a_row, newest = (1 if self._newest() != newest else in_a_row + 1), self._newest()
-            if end["verdict"] != ending.DEAD or self.asked or in_a_row > self.recipe.run.max_restarts:
+            if restarts and end["verdict"] == ending.REFUSED:  # not the start that somebody is waiting for
+                end |= {"verdict": ending.DEAD, "exit_code": ending.EXIT_CODES[ending.DEAD]}
+            hopeless = end["verdict"] != ending.DEAD or end["rank_exit_code"] == NOT_AGAIN
+            if hopeless or self.asked or in_a_row > self.recipe.run.max_restarts:
                 return end | {"restarts": restarts, "asked": self.asked}
             restarts.append(ending.headline(end).split(" · continue:")[0])
             self._tell(f"restart   {in_a_row} of {self.recipe.run.max_restarts} without a new checkpoint: {restarts[-1]}")
@@ -94,11 +112,12 @@ class Supervisor:
             if (own / stream).exists():
                 (own / stream).replace(own / f"{stream}.before")
         (own / gpucore.NAME).unlink(missing_ok=True)
-        forget(self.memory)
+        records.forget(self.memory)
         self._read_bytes, self._shown_update, self.cause, self.at_once = 0, -1, "", False
+        self._silent_polls, self._leaving_since, self._killed_at, self._kept = 0, 0.0, 0.0, False
         code: int | None = None
         if self.asked:
-            self.cause, self.at_once = f"on request ({self.asked[0]})", True
+            self.cause, self.at_once = self._request(), True
         else:
             more = gpucore.variables(own) if self.recipe.run.gpu_core_dump else {}
             self.workers = _start(self.folder, [*self.program, *self.arguments], more)
@@ -107,19 +126,22 @@ class Supervisor:
             finally:
                 self.workers.end()
         with self._suppressed("keeping the records"):
-            keep_records(self.folder, self.memory)
+            records.keep(self.folder, self.memory)
+            self._kept = True
             for path in (*own.glob("std*"), *own.glob(blackbox.FILE), *own.glob(faults.TRACEBACK)):
                 ending.hide_in(path)
-        end = ending.of_exit(self.folder, code=code, command=self.command, reason=self.cause)
+        reason = self.cause or (self._request() if self.asked and code == 3 else "")
+        end = ending.of_exit(self.folder, code=code, command=self.command, reason=reason)
         if self.at_once:
             end |= {"verdict": ending.STOPPED, "exit_code": ending.EXIT_CODES[ending.STOPPED]}
-        if kernel := gpucore.kernel_of(own):
+        kernel = gpucore.kernel_of(own) if end["verdict"] == ending.DEAD and end["cause"] else ""
+        if kernel:
             first, *more = end["cause"].splitlines()
             end["cause"] = ending.hidden("\n".join([f"{first} · {kernel}", *more]))
         return end
 
-    def _watch(self, claim: runfolder.Claim) -> int:
-        """Until the rank is over; returns its exit code, negative for a signal."""
+    def _watch(self, claim: runfolder.Claim) -> int | None:
+        """Until the rank is over; returns its exit code, negative for a signal; None for one that the kernel does not end."""
         while True:
             code = self.workers.exit_code()
             self._relay()
@@ -130,10 +152,14 @@ class Supervisor:
             self._draw(flight)
             self._stop_if_asked(flight)
             self._end_if_silent(flight)
+            if self._killed_at and time.monotonic() - self._killed_at > LEAVE_WITHIN_S:
+                self.cause = f"{self.cause}; SIGKILL does not end it: it is stuck in the kernel, in a driver or a file system"
+                self.at_once = False
+                return None
             if time.monotonic() - self._copied_at > COPY_EVERY_S:
                 self._copied_at = time.monotonic()
                 with self._suppressed("copying the records"):
-                    keep_records(self.folder, self.memory)
+                    records.keep(self.folder, self.memory)
             time.sleep(POLL_S)
 
     @contextlib.contextmanager
@@ -172,22 +198,25 @@ class Supervisor:
         self._shown_update = flight.shown["update"]
         self.bar.update(flight.shown)
 
+    def _request(self) -> str:
+        """Who asked for the stop, in words."""
+        return self.asked[0] if self.asked[0].startswith("run.") else f"on request ({self.asked[0]})"
+
     def _stop_if_asked(self, flight: Flight | None) -> None:
         hours = self.recipe.run.max_hours
         if not self.asked and 0 < hours * 3600 <= time.monotonic() - self.began:
             self._note_request("run.max_hours are over")
         if not self.asked:
             return
-        self.cause = self.asked[0] if self.asked[0].startswith("run.") else f"on request ({self.asked[0]})"
         training = flight is not None and flight.phase not in (*BEFORE_TRAINING, *AFTER_TRAINING)
         limit_s = SAVE_WITHIN_S if flight is not None and flight.phase == "save" else STOP_WITHIN_S
         late = time.monotonic() - self.asked_at > limit_s
         if len(self.asked) > 1 or late or not training:
-            if flight is not None and flight.phase in ("finished", "stopped"):
+            if flight is not None and flight.phase in ("finished", "stopped") and not self._leaves_late():
                 return  # it is leaving by itself
             self.at_once = True
-            self.cause += ", at once" if training else ""
-            self.workers.end()
+            self.cause = self._request() + (", at once" if training else "")
+            self._end_rank()
         else:
             blackbox.ask_to_stop(self.memory / "rank-0")
 
@@ -195,11 +224,26 @@ class Supervisor:
         """A rank that its own watchdog did not end, because it was stopped or hangs in the kernel."""
         if flight is None:
             return
+        if flight.phase in ("finished", "stopped") and self._leaves_late():
+            self.cause = f"it had {flight.phase} and did not leave within {LEAVE_WITHIN_S:.0f} s"
+            self._end_rank(at_once=True)
+            return
         run = self.recipe.run
         seconds = run.start_deadline_s if flight.phase in (*BEFORE_TRAINING, *AFTER_TRAINING, "save") else run.deadline_s
-        if seconds and flight.silent_s > seconds + GRACE_S:
+        self._silent_polls = self._silent_polls + 1 if seconds and flight.silent_s > seconds + GRACE_S else 0
+        if self._silent_polls >= SILENT_POLLS:
             self.cause = f"deadline: it began nothing for {flight.silent_s:.0f} s, being stopped or stuck in the kernel"
-            self.workers.end(at_once=True)
+            self._end_rank(at_once=True)
+
+    def _leaves_late(self) -> bool:
+        """Whether a rank that has said it is done is still there after a while."""
+        self._leaving_since = self._leaving_since or time.monotonic()
+        return time.monotonic() - self._leaving_since > LEAVE_WITHIN_S
+
+    def _end_rank(self, *, at_once: bool = False) -> None:
+        if not self._killed_at:
+            self._killed_at = time.monotonic()
+            self.workers.end(at_once=at_once)
 
     def _ask(self, number: int, _) -> None:
         name = signal.Signals(number).name
@@ -215,8 +259,7 @@ class Supervisor:
 
     def _leave(self, end: dict, claim: runfolder.Claim) -> int:
         """Write end.json and say how it ended; a refused start leaves everything as it was."""
-        if end["verdict"] == ending.REFUSED:
-            claim.leave_nothing()
+        if end["verdict"] == ending.REFUSED and claim.leave_nothing():
             while_there(lambda: print(f"graphcap: {end['cause']}", file=sys.stderr))
             return end["exit_code"]
         refusal = ""

@@ -14,6 +14,7 @@ from logging.handlers import MemoryHandler
 from pathlib import Path
 
 from graphcap.errors import DataError
+from graphcap.ops import ending
 from graphcap.ops.checkpoint import finite, write_text
 
 PLAIN_EVERY_S = 10.0  # without a terminal: seconds between two lines
@@ -281,7 +282,7 @@ def quiet_libraries(log_path: Path | None) -> None:
     held = _library_log
     if log_path is not None and not (isinstance(held, logging.FileHandler) and held.baseFilename == os.path.abspath(log_path)):
         _library_log = logging.FileHandler(log_path, encoding="utf-8", delay=True)  # delay: no file while there is no word
-        _library_log.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+        _library_log.setFormatter(_Hiding("%(asctime)s %(name)s %(levelname)s %(message)s"))
     elif held is None:
         _library_log = MemoryHandler(10_000, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
     if held is not None and held is not _library_log:
@@ -293,6 +294,13 @@ def quiet_libraries(log_path: Path | None) -> None:
         held.close()
     logging.captureWarnings(True)
     _attach(_library_log)
+
+
+class _Hiding(logging.Formatter):
+    """A format without the values of variables that look like secrets."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return ending.hidden(super().format(record))
 
 
 def _attach(handler: logging.Handler) -> None:

@@ -15,12 +15,12 @@ import sys
 import threading
 import time
 import traceback
-from pathlib import Path
 
 from graphcap.config import Recipe
-from graphcap.errors import GraphcapError
-from graphcap.ops import blackbox, checkpoint, ending, faults, runfolder
+from graphcap.errors import ConfigError, GraphcapError
+from graphcap.ops import blackbox, checkpoint, ending, faults, records, runfolder
 
+NOT_AGAIN = 4  # exit code of a rank, to its supervisor: another start would end the same way
 SUPERVISOR = "GRAPHCAP_SUPERVISOR"  # variable that tells a rank its supervisor's process id
 BEFORE_TRAINING = ("start-up", "load target", "load data", "compile", "audit", "capture", "load state", "reserve")
 AFTER_TRAINING = ("decode", "finished", "stopped")
@@ -67,8 +67,11 @@ class Rank:
         self.deadline.close()
         if not self.supervised:
             faults.forget_faults()
-            keep_records(self.recipe.folder, self.memory)
-            forget(self.memory, f"rank-{self.number}")
+            try:
+                records.keep(self.recipe.folder, self.memory)
+            except OSError as error:  # the error on its way is worth more
+                print(f"graphcap: records of this run could not be kept: {error}", file=sys.stderr)
+            records.forget(self.memory, f"rank-{self.number}")
 
 
 @contextlib.contextmanager
@@ -76,14 +79,24 @@ def entered(recipe: Recipe, *, here: bool, command: str):
     """This process as a rank: yields its Rank. Where no supervisor does, it claims the folder and leaves end.json itself.
 
     here: started with --here, for debuggers and profilers, so nothing ends it for being slow.
-    Raises: ConfigError if another process works in the folder.
+    Raises: ConfigError if another process works in the folder, or if this is one of several ranks.
     """
     supervisor, number = os.environ.get(SUPERVISOR), int(os.environ.get("RANK", "0"))
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError(
+            "variable",
+            "WORLD_SIZE",
+            expected="1",
+            got=os.environ["WORLD_SIZE"],
+            cause="a run trains on one GPU; several ranks would write the same files",
+            fix="start graphcap train without torchrun, or with one process",
+        )
     if supervisor:
+        sys.stdout, sys.stderr = _Hiding(sys.stdout), _Hiding(sys.stderr)
         faults.die_with(int(supervisor))
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a planned stop comes from the supervisor; a signal to a rank ends it
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # for the supervisor, if it was sent to both
-    claim = runfolder.Claim(recipe, command) if not supervisor and number == 0 else None
+    claim = runfolder.Claim(recipe, command, supervised=False) if not supervisor else None
     try:
         rank = Rank(recipe, number=number, supervised=bool(supervisor), unhurried=here)
         with _interruptible(rank) if here else contextlib.nullcontext():
@@ -110,7 +123,20 @@ def leaving_at_once():
             traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)
+        os._exit(1 if getattr(error, "again", True) else NOT_AGAIN)
+
+
+class _Hiding:
+    """A stream that writes no value of a variable that looks like a secret."""
+
+    def __init__(self, stream) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._stream.write(ending.hidden(text))
+
+    def __getattr__(self, name: str):
+        return getattr(self._stream, name)
 
 
 def _watched(rank: Rank, claim: "runfolder.Claim | None", command: str):
@@ -124,17 +150,14 @@ def _watched(rank: Rank, claim: "runfolder.Claim | None", command: str):
         if isinstance(error, KeyboardInterrupt):
             code, reason = 3, "at once, on request"
             rank.recorder.note("stopped")
-        rank.recorder.error(
-            str(error) if hasattr(error, "exit_code") else f"{type(error).__name__}: {error}".removesuffix(": ")
-        )
+        text = str(error) if hasattr(error, "exit_code") else f"{type(error).__name__}: {error}".removesuffix(": ")
+        rank.recorder.error(ending.hidden(text))
         raise
     finally:
         rank.close()
         if claim is not None:
-            end = ending.of_exit(recipe.folder, code=code, command=command, reason=reason)
-            if end["verdict"] == ending.REFUSED:
-                claim.leave_nothing()
-            else:
+            end = ending.of_exit(recipe.folder, code=code, command=command, reason=reason, supervised=False)
+            if end["verdict"] != ending.REFUSED or not claim.leave_nothing():
                 checkpoint.write_json(recipe.folder / ending.END, end)
                 on_end(recipe)
 
@@ -150,26 +173,6 @@ def _interruptible(rank: Rank):
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def keep_records(folder: Path, memory: Path) -> None:
-    """Copy flight records and tracebacks from the node's memory into the run's folder."""
-    for record in memory.glob("rank-*"):
-        name = record.name.split(".")[0]
-        kept = folder / name
-        kept.mkdir(exist_ok=True)
-        if record.name == name:
-            blackbox.copy_record(record, kept / blackbox.FILE)
-        elif record.stat().st_size:
-            (kept / faults.TRACEBACK).write_bytes(record.read_bytes())
-
-
-def forget(memory: Path, rank: str = "rank-*") -> None:
-    """Take the records of one rank, or of all, out of the node's memory, once the run's folder has them."""
-    for path in (*memory.glob(rank), *memory.glob(f"{rank}.*")):
-        path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # it is gone, or other ranks still write in it
-        memory.rmdir()
 
 
 def on_end(recipe: Recipe) -> None:

@@ -7,14 +7,17 @@ import contextlib
 import fcntl
 import json
 import os
+import time
+from datetime import datetime, timezone
 from pathlib import Path
 
 from graphcap import config as recipes
 from graphcap.config import Recipe
 from graphcap.errors import ConfigError
-from graphcap.ops import blackbox, checkpoint, ending, faults
+from graphcap.ops import blackbox, checkpoint, ending, faults, records
 
 RESULT, LOG = "result.json", "run.log"
+GONE_S = 2.0  # a folder that is away for so long was removed or renamed
 
 
 def finished_result(recipe: Recipe) -> dict | None:
@@ -84,30 +87,46 @@ class Claim:
     `start.json` says who works in it and how to go on. previous: the end.json of the start before, if there was one.
     """
 
-    def __init__(self, recipe: Recipe, command: str) -> None:
-        """Raises: ConfigError if another process holds the folder, or if it cannot be made."""
-        self.folder = recipe.folder
+    def __init__(self, recipe: Recipe, command: str, *, supervised: bool = True) -> None:
+        """supervised: whether this process watches ranks. Raises: ConfigError if another process holds the folder, or if it
+        cannot be made."""
+        self.folder, self.supervised = recipe.folder, supervised
         self._made = not self.folder.exists()
         self._lock = lock(recipe)
-        self.previous = ending.read(self.folder, ending.END)
+        self._missing_since = 0.0
+        start, self.previous = ending.read(self.folder, ending.START), ending.read(self.folder, ending.END)
+        if self.previous is None and start is not None and self._made is False:
+            self.previous = records.conclude(self.folder, start)  # killed with its supervisor, and nobody has asked since
+        if self.previous is not None:
+            self._note(f"before    {ending.headline(self.previous)}")
         self.begin(command)
+
+    def _note(self, line: str) -> None:
+        """One more line in run.log, which is never cut."""
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        with contextlib.suppress(OSError), open(self.folder / LOG, "a", encoding="utf-8") as log:
+            log.write(f"{now} {line}\n")
 
     def begin(self, command: str) -> None:
         """A start: nothing of an earlier one may be taken for this one's."""
         checkpoint.write_json(
-            self.folder / ending.START, {"version": 1, "command": ending.hidden(command), **blackbox.identity()}
+            self.folder / ending.START,
+            {"version": 1, "command": ending.hidden(command), "supervised": self.supervised, **blackbox.identity()},
         )
         (self.folder / ending.END).unlink(missing_ok=True)
         for name in (blackbox.FILE, faults.TRACEBACK):
             for path in self.folder.glob(f"rank-*/{name}"):
                 path.unlink()
 
-    def leave_nothing(self) -> None:
-        """For a start that was refused: the end before it stands again; of a run that never began nothing stays."""
+    def leave_nothing(self) -> bool:
+        """For a start that was refused: the end before it stands again; of a run that never began nothing stays.
+
+        False: a run that has begun, with no end before this one's.
+        """
         if (self.folder / "config.toml").exists():
             if self.previous is not None:
                 checkpoint.write_json(self.folder / ending.END, self.previous)
-            return
+            return self.previous is not None
         for ranks in self.folder.glob("rank-*"):
             for path in ranks.iterdir():
                 path.unlink()
@@ -117,12 +136,23 @@ class Claim:
         if self._made:
             with contextlib.suppress(OSError):  # somebody has put something into it
                 self.folder.rmdir()
+        return True
 
     def check(self) -> None:
-        """Raises: ConfigError if the folder is no longer the one claimed: somebody removed, replaced or renamed it."""
-        with contextlib.suppress(OSError):
-            if os.path.samestat(os.fstat(self._lock.fileno()), os.stat(self.folder / ".lock")):
-                return
+        """Raises: ConfigError if the folder is no longer the one claimed: somebody removed, replaced or renamed it.
+
+        What a network file system says for a moment, and any other refusal, is not that.
+        """
+        try:
+            there = os.path.samestat(os.fstat(self._lock.fileno()), os.stat(self.folder / ".lock"))
+        except FileNotFoundError:
+            there = False
+        except OSError:
+            return
+        now = time.monotonic()
+        self._missing_since = 0.0 if there else self._missing_since or now
+        if there or now - self._missing_since < GONE_S:
+            return
         raise ConfigError(
             "run's folder",
             self.folder,

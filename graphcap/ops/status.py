@@ -5,13 +5,12 @@ Where supervisor and ranks were killed together nobody has said how it ended; th
 Calls: cli.py. Loads no torch.
 """
 
-import contextlib
 import json
 import time
 from pathlib import Path
 
 from graphcap.errors import ConfigError
-from graphcap.ops import blackbox, checkpoint, ending, rank, runfolder
+from graphcap.ops import blackbox, checkpoint, ending, rank, records, runfolder
 from graphcap.ops.blackbox import Flight
 
 SILENT_S = 60.0  # a rank that trains and has begun nothing for so long is said to hang
@@ -53,18 +52,19 @@ def status_of(folder: Path) -> dict:
     start, end, ranks = ending.read(folder, ending.START), ending.read(folder, ending.END), blackbox.flights(folder)
     if end is None and start is None:
         return {"folder": str(folder), "verdict": "unknown", "lines": ["unknown · no record of how it was started or ended"]}
-    watched = end is None and (runfolder.is_claimed(folder) or blackbox.lives(start))
-    if watched or (end is None and any(flight.alive for flight in ranks)):
-        return _running(folder, ranks, watched=watched)
-    if end is None and start["boot"] != blackbox.boot_id().hex() and _heard_s(folder) < ELSEWHERE_S:
-        lines = [f"running · on another node, heard of {_heard_s(folder):.0f} s ago; ask `graphcap status` there"]
+    here = start is not None and start["boot"] == blackbox.boot_id().hex()
+    claimed = end is None and runfolder.is_claimed(folder)
+    if end is None and here and (claimed or blackbox.lives(start) or any(flight.alive for flight in ranks)):
+        return _running(folder, ranks, watched=claimed or blackbox.lives(start))
+    if end is None and not here and (claimed or _heard_s(folder) < ELSEWHERE_S):
+        heard = "" if claimed else f", heard of {_heard_s(folder):.0f} s ago"
+        lines = [f"running · on another node{heard}; ask `graphcap status` there"]
         return {"folder": str(folder), "verdict": "running", "lines": lines, "ranks": []}
+    if end is None and not here and not start.get("supervised", True):  # its records are nowhere but on its own node
+        lines = ["unknown · started on another node, or before this one booted, without a supervisor; ask there"]
+        return {"folder": str(folder), "verdict": "unknown", "lines": lines}
     if end is None:
-        end = ending.of_exit(folder, code=None, command=start["command"]) | {"restarts": [], "asked": [], "concluded": True}
-        with contextlib.suppress(PermissionError):  # another user's run: told, not written down
-            checkpoint.write_json(folder / ending.END, end)
-            rank.keep_records(folder, blackbox.memory_folder(folder))
-            rank.forget(blackbox.memory_folder(folder))
+        end = records.conclude(folder, start)
     return {"folder": str(folder), "verdict": end["verdict"], "lines": ending.lines(end), "end": end}
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from graphcap import config
 from graphcap.cli import main
-from graphcap.ops import blackbox, checkpoint, runfolder
+from graphcap.ops import blackbox, checkpoint, ending, runfolder
 
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "runs" / "tiny.toml")
@@ -225,9 +225,14 @@ def test_a_refused_start_takes_only_its_own_files_and_puts_the_end_before_it_bac
     claim.close()
     assert [path.name for path in recipe.folder.iterdir()] == [".git"]
     (recipe.folder / "config.toml").write_text("")
-    checkpoint.write_json(recipe.folder / "end.json", {"verdict": "finished"})
+    claim = runfolder.Claim(recipe, "graphcap train x")
+    assert not claim.leave_nothing()  # a run that had begun: its end has to be written
+    claim.close()
+    (recipe.folder / "start.json").unlink()
+    checkpoint.write_json(recipe.folder / "end.json", ending.of_exit(recipe.folder, code=-11, command="graphcap train x"))
     claim = runfolder.Claim(recipe, "graphcap train x")
     assert not (recipe.folder / "end.json").exists() and runfolder.is_claimed(recipe.folder)
-    claim.leave_nothing()
+    assert "before    dead · rank 0 · SIGSEGV" in (recipe.folder / "run.log").read_text()
+    assert claim.leave_nothing()
     claim.close()
     assert (recipe.folder / "end.json").exists() and not runfolder.is_claimed(recipe.folder)

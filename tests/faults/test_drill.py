@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from signal import SIGABRT, SIGBUS, SIGHUP, SIGINT, SIGKILL, SIGSEGV, SIGTERM
 
 import pytest
 
@@ -84,5 +85,11 @@ def test_must_fail_what_a_run_leaves_behind_is_found(drill, tmp_path):
 def test_every_fault_of_the_matrix_has_a_row_and_a_name_of_its_own(drill):
     names = [fault.name for fault in drill.FAULTS]
     assert len(set(names)) == len(names)
+    matrix = {number.name for number in (SIGKILL, SIGSEGV, SIGABRT, SIGBUS, SIGTERM, SIGINT, SIGHUP)}
+    matrix |= {"supervisor killed", "exception", "exit code 0", "stack overflow", "out of memory", "GPU memory before"}
+    matrix |= {"GPU memory in capture", "device assert", "illegal access", "endless kernel", "deadlock", "damaged line"}
+    matrix |= {"disk full", "folder removed", "nan once", "nan for ever", "caches unwritable", "caches cut short"}
+    matrix |= {"caches of another", "second run", "terminal closed", "clock set back"}
+    assert matrix <= set(names)
     assert {phase for fault, phase in drill.rows_of(["SIGKILL"], full=False)} == {"load data", "step", "save", "eval", "decode"}
     assert len(drill.rows_of([], full=True)) > len(drill.rows_of([], full=False)) + 40

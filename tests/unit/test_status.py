@@ -4,14 +4,16 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from graphcap import config
 from graphcap.cli import main
 from graphcap.errors import ConfigError
-from graphcap.ops import blackbox, checkpoint, ending, faults, status
+from graphcap.ops import blackbox, checkpoint, ending, faults, runfolder, status
 
 COMMAND = "graphcap train runs/q27b.toml"
 
@@ -253,3 +255,102 @@ def test_the_kernel_of_a_gpus_core_dump_is_read_from_what_cuda_gdb_prints(text, 
     words = ["", "kernel triton_tem_fused_flex_attention_0: Warp Illegal Address", "kernel gather_kernel"]
     words += ["kernel at::native::index_elementwise_kernel: Assertion failed", "kernel at::native::index_elementwise_kernel"]
     assert kernel_in(text) == words[kernel]
+
+
+def test_a_reader_never_sees_a_record_that_is_being_written_as_one_silent_since_the_node_booted(folder):
+    record, stop, oldest = recorder(folder), threading.Event(), []
+
+    def write():
+        while not stop.is_set():
+            record.note("step", update=1)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    for _ in range(3000):
+        flight = blackbox.read(record.path)
+        oldest.append(flight.silent_s if flight else 0.0)
+    stop.set()
+    writer.join()
+    assert max(oldest) < 10.0
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("Fatal Python error: Segmentation fault\n\nThread 0x1 (most recent call first):\n", "SIGSEGV at update 1,204"),
+        ("Timeout (0:05:00)!\nThread 0x1 (most recent call first):\n", "deadline: it began nothing for too long at update"),
+        ("Thread 0x1 (most recent call first):\n  File x\n", "SIGTERM at update 1,204"),
+        ("", "killed: SIGKILL, a container's end, or power at update 1,204"),
+    ],
+)
+def test_a_process_without_a_supervisor_is_told_by_its_traceback(folder, text, words):
+    code = f"""
+import os, signal
+from pathlib import Path
+from tests.unit.test_status import recorder
+from graphcap.ops import blackbox, checkpoint, ending
+run = Path({str(folder)!r})
+start = {{"version": 1, "command": "graphcap train x --here", "supervised": False, **blackbox.identity()}}
+checkpoint.write_json(run / ending.START, start)
+recorder(run)
+(blackbox.memory_folder(run) / "rank-0.traceback.txt").write_text({text!r})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=False)
+    assert words in status.status_of(folder)["lines"][0]
+    assert bool(text) == (status.status_of(folder)["end"]["traceback"] is not None)
+
+
+def test_a_run_without_a_supervisor_on_another_node_is_left_alone(folder):
+    checkpoint.write_json(
+        folder / ending.START,
+        {"version": 1, "command": COMMAND, "supervised": False, **blackbox.identity(), "boot": "00" * 16},
+    )
+    assert status.status_of(folder)["lines"][0].startswith("unknown · started on another node")
+    assert not (folder / ending.END).exists()
+
+
+def test_a_death_that_nobody_asked_about_is_in_the_log_of_the_next_start(tmp_path):
+    recipe = config.load_recipe(Path(__file__).parents[2] / "runs/tiny.toml", [f"run.out={tmp_path}", "run.name=x"])
+    code = f"""
+import os, signal
+from graphcap import config
+from graphcap.ops import runfolder
+from tests.unit.test_status import recorder
+recipe = config.load_recipe("runs/tiny.toml", ["run.out={tmp_path}", "run.name=x"])
+claim = runfolder.Claim(recipe, "graphcap train x")
+(recipe.folder / "rank-0").mkdir()
+recorder(recipe.folder)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(root)}, cwd=root, timeout=60, check=False)
+    claim = runfolder.Claim(recipe, "graphcap train x")
+    claim.close()
+    log = (recipe.folder / runfolder.LOG).read_text()
+    assert "before    dead · rank 0 (GPU 6) · killed together with its supervisor" in log and "update 1,204" in log
+    assert not blackbox.memory_folder(recipe.folder).exists()
+
+
+def test_an_end_that_is_not_whole_counts_as_none(folder):
+    started(folder, alive=False)
+    for damaged in ("{", "[]", '{"verdict": "finished"}'):
+        (folder / ending.END).write_text(damaged)
+        assert ending.read(folder, ending.END) is None
+    assert status.status_of(folder)["verdict"] == "dead"
+
+
+def test_a_folder_that_is_away_for_a_moment_is_not_gone(tmp_path, monkeypatch):
+    recipe = config.load_recipe(Path(__file__).parents[2] / "runs/tiny.toml", [f"run.out={tmp_path}", "run.name=x"])
+    claim = runfolder.Claim(recipe, "graphcap train x")
+    recipe.folder.rename(tmp_path / "away")
+    claim.check()
+    (tmp_path / "away").rename(recipe.folder)
+    claim.check()
+    recipe.folder.rename(tmp_path / "away")
+    claim.check()
+    monkeypatch.setattr(runfolder, "GONE_S", 0.0)
+    with pytest.raises(config.ConfigError, match="the folder that this run began in"):
+        claim.check()
+    claim.close()

@@ -1,0 +1,47 @@
+"""A run's records on their way from this node's memory into the run's folder, and the end that nobody was left to write.
+
+Calls: ops/rank.py, ops/launch.py, ops/runfolder.py, ops/status.py. Loads no torch.
+"""
+
+import contextlib
+from pathlib import Path
+
+from graphcap.ops import blackbox, checkpoint, ending, faults
+
+
+def keep(folder: Path, memory: Path) -> None:
+    """Copy flight records and tracebacks from the node's memory into the run's folder."""
+    for record in memory.glob("rank-*"):
+        name = record.name.split(".")[0]
+        kept = folder / name
+        kept.mkdir(exist_ok=True)
+        if record.name == name:
+            blackbox.copy_record(record, kept / blackbox.FILE)
+        elif record.stat().st_size:
+            (kept / faults.TRACEBACK).write_bytes(record.read_bytes())
+
+
+def forget(memory: Path, rank: str = "rank-*") -> None:
+    """Take the records of one rank, or of all, out of the node's memory, once the run's folder has them."""
+    for path in (*memory.glob(rank), *memory.glob(f"{rank}.*")):
+        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # it is gone, or other ranks still write in it
+        memory.rmdir()
+
+
+def conclude(folder: Path, start: dict) -> dict:
+    """The end of a run whose processes have all gone without a word; its records and end.json go into its folder.
+
+    start: its start.json. Where the file system refuses (another user's run, a full or read-only disk) it is told all the same,
+    and the records stay where they are.
+    """
+    memory = blackbox.memory_folder(folder)
+    with contextlib.suppress(OSError):
+        keep(folder, memory)
+    supervised = start.get("supervised", True)
+    end = ending.of_exit(folder, code=None, command=start["command"], supervised=supervised)
+    end |= {"restarts": [], "asked": [], "concluded": True}
+    with contextlib.suppress(OSError):
+        checkpoint.write_json(folder / ending.END, end)
+        forget(memory)
+    return end
