@@ -152,6 +152,8 @@ BAD_ROWS = [
     ({"messages": [{"role": "assistant", "content": "", "tool_calls": "f()"}]}, "broken message", "'tool_calls'"),
     ({"messages": CHATS[0], "tools": "{"}, "broken tools", "no JSON"),
     ({"messages": CHATS[0], "tools": ["f"]}, "broken tools", "JSON schemas"),
+    ({"messages": CHATS[0], "tools": [{"\ud83d": 1}]}, "invalid Unicode", "in the tools"),
+    ({"messages": [CHATS[0][0] | {"x": json.loads("[" * 70 + "]" * 70)}]}, "nested too deep", "at most 64 levels in message 1"),
     (IDS | {"loss_mask": [0, 1, 1]}, "broken input_ids or loss_mask", "got 4 and 3"),
     (IDS | {"loss_mask": [0, 2, 1, 1]}, "broken input_ids or loss_mask", "0 and 1"),
     (IDS | {"input_ids": [1, 2.0, 3, 4]}, "broken input_ids or loss_mask", "got float"),
@@ -218,6 +220,19 @@ def test_parquet_that_is_none_or_damaged_or_has_other_columns(tmp_path, tokenize
     path.write_bytes({"text": b"hello" * 9, "short": whole[: len(whole) // 2], "columns": whole}[hurt])
     with pytest.raises(DataError, match="the keys text, url" if hurt == "columns" else "whole parquet file"):
         load([path], tokenizer, "skip")
+
+
+def test_a_row_of_a_table_that_is_no_utf8_is_named_or_counted(tmp_path, tokenizer):
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    prompts = pyarrow.array([b"hi", b"h\xff", b"ho"]).view(pyarrow.string())
+    path = tmp_path / "u.parquet"
+    parquet.write_table(pyarrow.table({"prompt": prompts, "response": ["four"] * 3}), path)
+    with pytest.raises(DataError, match=r"u.parquet row 2'.*0xff"):
+        load([path], tokenizer)
+    documents = load([path], tokenizer, "skip")
+    assert documents.dropped == {"invalid UTF-8": 1} and [d.line for d in documents.documents] == [1, 3]
+    assert "first u.parquet row 2" in documents.summary()
 
 
 def test_missing_packages_are_named_with_what_to_type(tmp_path, tokenizer, monkeypatch):
