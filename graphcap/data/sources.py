@@ -246,7 +246,7 @@ def _hub(path: str) -> tuple[str, Iterator[Row]]:
             path,
             expected=f"split {split} of a data set of the Hub",
             got=type(error).__name__,
-            cause=" ".join(str(error).split())[:300],
+            cause=" ".join(str(error).split())[:300].rstrip("."),
             fix="check its name, split and your network; offline, name a cached commit: hf:OWNER/NAME@COMMIT",
         ) from error
     return revision, _hub_rows(path, dataset.select_columns(_columns(dataset.column_names, path)))
@@ -257,7 +257,7 @@ def _hub_rows(path: str, dataset) -> Iterator[Row]:
         try:
             value = dataset[number]
         except Exception as error:  # as above
-            cause = " ".join(str(error).split())[:300]
+            cause = " ".join(str(error).split())[:300].rstrip(".")
             fix = "remove its folder from the cache of datasets and run again"
             got = type(error).__name__
             raise DataError("data set", path, expected=f"row {number + 1}", got=got, cause=cause, fix=fix) from error
