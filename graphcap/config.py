@@ -65,7 +65,9 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    train: tuple[str, ...] = key((), "conversations to train on: .jsonl, .jsonl.gz, .parquet, hf:OWNER/NAME[:SPLIT] (required)", resume="same")
+    train: tuple[str, ...] = key(
+        (), "conversations to train on: .jsonl, .jsonl.gz, .parquet, hf:OWNER/NAME[:SPLIT] (required)", resume="same"
+    )
     held_out: tuple[str, ...] = key((), "conversations never trained on, in the same forms (required)", resume="same")
     max_length: int = key(4096, "longest document", unit="tokens", resume="same", low=2)
     on_long: str = key(
