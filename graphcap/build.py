@@ -309,7 +309,7 @@ def _load_data(recipe: Recipe, tokenizer, mask_token_id: int, say) -> tuple[list
                 "recipe key",
                 "drafter.mask_token",
                 expected="a token that no text contains",
-                got=f"token {mask_token_id}, which stands in {used.source} line {used.line}",
+                got=f"token {mask_token_id}, which stands in {used.place}",
                 fix="name an unused token with drafter.mask_token",
             )
         say(f"{name:<9} {loaded[name].summary()}  ({time.monotonic() - begin:.0f} s)")

@@ -65,8 +65,10 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    train: tuple[str, ...] = key((), "JSONL files of conversations to train on (required)", resume="same")
-    held_out: tuple[str, ...] = key((), "JSONL files of conversations never trained on (required)", resume="same")
+    train: tuple[str, ...] = key(
+        (), "conversations to train on: .jsonl, .jsonl.gz, .parquet, hf:OWNER/NAME[:SPLIT] (required)", resume="same"
+    )
+    held_out: tuple[str, ...] = key((), "conversations never trained on, in the same forms (required)", resume="same")
     max_length: int = key(4096, "longest document", unit="tokens", resume="same", low=2)
     on_long: str = key(
         "error",
@@ -75,7 +77,7 @@ class Data:
         choices=("error", "truncate", "drop"),
     )
     on_bad_line: str = key(
-        "error", "a line that cannot be used: stop, or skip and count it", resume="same", choices=("error", "skip")
+        "error", "a line or row that cannot be used: stop, or skip and count it", resume="same", choices=("error", "skip")
     )
 
 

@@ -18,7 +18,8 @@ from graphcap.config import Data as DataSection
 from graphcap.config import Eval as EvalSection
 from graphcap.config import Recipe, load_recipe
 from graphcap.config import Target as TargetSection
-from graphcap.data.conversations import Document, load_documents, read_conversations
+from graphcap.data.conversations import Document, load_documents, prompt_of, read_conversations
+from graphcap.data.templates import BadConversation
 from graphcap.engine.decoding import FixedSteps
 from graphcap.engine.guard import use_deterministic_math
 from graphcap.errors import ConfigError, DataError
@@ -47,19 +48,20 @@ def prompts_of(documents: list[Document], *, count: int) -> list[list[int]]:
 
 
 def load_prompts(paths: list[str], tokenizer, *, count: int, on_bad_line: str) -> list[list[int]]:
-    """The first `count` conversations' text up to the first assistant turn, as the target is served it.
+    """The first `count` conversations up to the first assistant turn, or to the first supervised token of a tokenised row.
 
-    Raises: DataError if the files hold none.
+    Raises: DataError if the files hold none, or with "error" naming the place of one that cannot be used.
     """
     prompts = []
     for conversation in read_conversations(paths, on_bad_line=on_bad_line, dropped=Counter()):
-        roles = [message["role"] for message in conversation.messages]
-        turn = roles.index("assistant") if "assistant" in roles else len(roles)
-        if turn:
-            encoded = tokenizer.apply_chat_template(
-                conversation.messages[:turn], add_generation_prompt=True, tokenize=True, return_dict=True
-            )
-            prompts.append(list(encoded["input_ids"]))
+        try:
+            prompt = prompt_of(conversation, tokenizer)
+        except BadConversation:
+            if on_bad_line == "error":
+                raise
+            continue
+        if prompt:
+            prompts.append(prompt)
         if len(prompts) == count:
             break
     if not prompts:
@@ -68,7 +70,7 @@ def load_prompts(paths: list[str], tokenizer, *, count: int, on_bad_line: str) -
             ", ".join(paths),
             expected="at least one conversation with a user turn",
             got="none",
-            fix="give JSONL with messages that begin with a user turn",
+            fix="give conversations that begin with a user turn",
         )
     return prompts
 

@@ -1,11 +1,9 @@
-"""JSONL files of conversations → documents: token ids and a loss mask, with everything dropped counted by reason.
+"""Files of conversations → documents: token ids and a loss mask, with everything dropped counted by reason.
 
-A line is an object with `messages`, a list of {"role": user | assistant | system | tool, "content": text, …}; empty
-lines are ignored. Knows nothing of rows and buckets, and leaves the chat template to templates.py.
-Called by train, eval and shapes.
+Which files are read is sources.py's, what a row means forms.py's, the chat template templates.py's. Knows nothing of
+rows and buckets. Called by train, eval and shapes.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -13,31 +11,24 @@ from pathlib import Path
 
 import numpy as np
 
+from graphcap.data.forms import Conversation, conversation_of, form_of
 from graphcap.data.packing import anchor_candidates
-from graphcap.data.templates import BadConversation, tokenize_conversation
+from graphcap.data.sources import BadLine, Row, open_source, place, short
+from graphcap.data.templates import BadConversation, tokenize_conversation, tokenize_prompt
 from graphcap.errors import DataError
-
-ROLES = ("user", "assistant", "system", "tool")
 
 NO_SUPERVISED_TOKEN = "no supervised token"
 NO_ANCHOR = "no two neighbouring supervised tokens"
 TOO_LONG = "longer than max_length"
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """One usable line of a file. source: the path as given; line: 1-based; messages: the parsed list, not empty."""
-
-    source: str
-    line: int
-    messages: list[dict]
+FIRST_SUPERVISED = "supervised from its first token on"
 
 
 @dataclass(frozen=True)
 class Document:
     """One tokenised conversation. id: 0-based place among the usable conversations read, kept or not.
 
-    token_ids: int32 [n]. loss_mask: bool [n], true where the assistant wrote the token. source, line: where it stood.
+    token_ids: int32 [n]. loss_mask: bool [n], true where the assistant wrote the token. source, line: where it stood (in a
+    table, line is the row).
     """
 
     id: int
@@ -46,13 +37,30 @@ class Document:
     source: str
     line: int
 
+    @property
+    def place(self) -> str:
+        """Where it stood, in words."""
+        return place(self.source, self.line)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A path that was read. path: as given; form: of its rows, one of sources.FORMS, empty if it had no usable row.
+
+    revision: the commit of a data set of the Hub, to be written down; empty for a file.
+    """
+
+    path: str
+    form: str
+    revision: str
+
 
 @dataclass(frozen=True)
 class Documents:
     """What came of the files. num_read = len(documents) + all of `dropped`.
 
     dropped: conversations by reason. first_places: for each reason, the first file and line. num_truncated: how many of
-    the documents lost their end.
+    the documents lost their end. origins: one for each path, in their order.
     """
 
     documents: list[Document]
@@ -60,6 +68,7 @@ class Documents:
     num_read: int
     first_places: dict[str, str] = field(default_factory=dict)
     num_truncated: int = 0
+    origins: tuple[Origin, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -72,7 +81,7 @@ class Documents:
         return sum(int(np.count_nonzero(document.loss_mask)) for document in self.documents)
 
     def summary(self) -> str:
-        """One line: conversations read, kept, truncated, and dropped by reason with the first place of each."""
+        """One line: conversations read, kept, truncated, dropped by reason with the first place of each; each file's form."""
         line = f"{self.num_read:,} conversation{'' if self.num_read == 1 else 's'}: {len(self.documents):,} kept"
         if self.num_truncated:
             line += f" ({self.num_truncated:,} truncated)"
@@ -88,17 +97,24 @@ class Documents:
                 )
                 + ")"
             )
+        forms: dict[str, list[str]] = {}
+        for origin in self.origins:
+            name = short(origin.path) + (f" at {origin.revision}" if origin.revision else "")
+            forms.setdefault(origin.form or "no row", []).append(name)
+        for form, names in forms.items():
+            more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
+            line += f"; {form} in {', '.join(names[:3])}{more}"
         return line
 
 
 def read_conversations(paths: Iterable[str | Path], *, on_bad_line: str, dropped: Counter) -> Iterator[Conversation]:
-    """Yield the conversations of JSONL files in UTF-8, one line at a time.
+    """Yield the conversations of files and data sets of the Hub, one row at a time.
 
-    on_bad_line: "error" raises at the first line that cannot be used; "skip" counts it in `dropped` by reason instead.
-    Raises: DataError naming file and line; for a missing file or a folder also with "skip".
+    on_bad_line: "error" raises at the first row that cannot be used; "skip" counts it in `dropped` by reason instead.
+    Raises: DataError naming file and line; also with "skip" for a file that is missing, damaged or of another kind.
     """
     assert on_bad_line in ("error", "skip"), on_bad_line
-    for entry in _entries(paths):
+    for entry in _entries(paths, []):
         if isinstance(entry, Conversation):
             yield entry
         elif on_bad_line == "error":
@@ -107,11 +123,31 @@ def read_conversations(paths: Iterable[str | Path], *, on_bad_line: str, dropped
             dropped[entry.reason] += 1
 
 
+def prompt_of(conversation: Conversation, tokenizer) -> list[int]:
+    """Token ids up to the first assistant turn, or to the first supervised token, as a target is served them.
+
+    Empty where the assistant speaks first. Raises: DataError with its place, if the template refuses it or a token of a
+    tokenised row is not in the vocabulary.
+    """
+    if conversation.messages is None:
+        document = _tokenized(conversation, tokenizer, 0)
+        if isinstance(document, BadLine):
+            raise document
+        return document.token_ids[: int(np.argmax(document.loss_mask)) if document.loss_mask.any() else None].tolist()
+    roles = [message["role"] for message in conversation.messages]
+    turn = roles.index("assistant") if "assistant" in roles else len(roles)
+    try:
+        return tokenize_prompt(tokenizer, conversation.messages[:turn], conversation.tools) if turn else []
+    except BadConversation as error:
+        raise _placed(error, conversation) from error
+
+
 def load_documents(paths: Iterable[str | Path], tokenizer, *, max_length: int, on_long: str, on_bad_line: str) -> Documents:
-    """Read, tokenise and sift the conversations of JSONL files.
+    """Read, tokenise and sift the conversations of files and data sets of the Hub.
 
     max_length: tokens. on_long: what happens to a longer document: "error", "truncate" (its end is cut off) or "drop".
-    on_bad_line: "error" or "skip", for lines that cannot be used and chats that the template refuses or rewrites.
+    on_bad_line: "error" or "skip", for rows that cannot be used, chats that the template refuses or rewrites, and a
+    document that is supervised from its first token on: a mask of all ones is never taken in silence.
     A document without an anchor candidate (two neighbouring supervised tokens) teaches nothing and is dropped; this is
     judged after truncation. Which turns are supervised: templates.py.
     Raises: DataError naming file and line, or naming max_length and the reasons if nothing is left.
@@ -122,17 +158,18 @@ def load_documents(paths: Iterable[str | Path], tokenizer, *, max_length: int, o
     documents: list[Document] = []
     dropped: Counter = Counter()
     first_places: dict[str, str] = {}
+    origins: list[Origin] = []
     num_usable = num_truncated = 0
 
     def drop(reason: str, source: str, line: int) -> None:
         dropped[reason] += 1
-        first_places.setdefault(reason, f"{Path(source).name} line {line}")
+        first_places.setdefault(reason, place(short(source), line))
 
-    for entry in _entries(paths):
+    for entry in _entries(paths, origins):
         if isinstance(entry, Conversation):
             document_id, num_usable = num_usable, num_usable + 1
             entry = _tokenized(entry, tokenizer, document_id)
-        if isinstance(entry, _BadLine):
+        if isinstance(entry, BadLine):
             if on_bad_line == "error":
                 raise entry
             drop(entry.reason, entry.source, entry.line)
@@ -143,7 +180,8 @@ def load_documents(paths: Iterable[str | Path], tokenizer, *, max_length: int, o
         else:
             documents.append(document)
             num_truncated += truncated
-    result = Documents(documents, dict(dropped), len(documents) + sum(dropped.values()), first_places, num_truncated)
+    num_read = len(documents) + sum(dropped.values())
+    result = Documents(documents, dict(dropped), num_read, first_places, num_truncated, tuple(origins))
     if not documents:
         raise DataError(
             "data",
@@ -164,7 +202,7 @@ def _sift(document: Document, *, max_length: int, on_long: str) -> tuple[Documen
         if on_long == "error":
             raise DataError(
                 "conversation",
-                f"{document.source} line {document.line}",
+                document.place,
                 got=f"{num_tokens} tokens",
                 expected=f"at most max_length = {max_length} tokens",
                 fix="raise data.max_length, or set data.on_long to truncate or drop",
@@ -182,118 +220,63 @@ def _sift(document: Document, *, max_length: int, on_long: str) -> tuple[Documen
     return document, reason + " after truncation" if reason and truncated else reason, truncated
 
 
-class _BadLine(BadConversation):
-    """A bad conversation with its place."""
-
-    def __init__(self, reason: str, source: str, line: int, *, expected: str, got: str, fix: str, cause: str = "") -> None:
-        place = f"{source} line {line}"
-        super().__init__(reason, "conversation", place, expected=expected, got=got, fix=fix, cause=cause)
-        self.source, self.line = source, line
-
-
-def _tokenized(conversation: Conversation, tokenizer, document_id: int) -> "Document | _BadLine":
-    try:
-        token_ids, loss_mask = tokenize_conversation(tokenizer, conversation.messages)
-    except BadConversation as error:
-        cause = f"{error.thing}, {error.name}" + (f": {error.cause}" if error.cause else "")
-        return _BadLine(
-            error.reason,
-            conversation.source,
-            conversation.line,
-            expected=error.expected,
-            got=error.got,
-            fix=error.fix,
-            cause=cause,
+def _tokenized(conversation: Conversation, tokenizer, document_id: int) -> Document | BadLine:
+    """The document, or the error that says why there is none."""
+    at = (conversation.source, conversation.line)
+    if conversation.messages is None:
+        token_ids, loss_mask = conversation.token_ids, conversation.loss_mask
+        if int(token_ids.max()) >= len(tokenizer):
+            return BadLine(
+                "token id outside the vocabulary",
+                *at,
+                expected=f"token ids below {len(tokenizer)}, the size of the target's vocabulary",
+                got=str(token_ids.max()),
+                fix="tokenise with the target's own tokenizer",
+            )
+    else:
+        try:
+            token_ids, loss_mask = tokenize_conversation(tokenizer, conversation.messages, conversation.tools)
+        except BadConversation as error:
+            return _placed(error, conversation)
+    if loss_mask[:1].any():
+        return BadLine(
+            FIRST_SUPERVISED,
+            *at,
+            expected="a first token that the target did not write",
+            got=f"{np.count_nonzero(loss_mask)} of {len(loss_mask)} tokens supervised, the first among them",
+            cause="nothing stands before it, so no server could have been asked for it",
+            fix="begin with a question, and set loss_mask 0 for all that the target did not write",
         )
-    return Document(document_id, token_ids, loss_mask, conversation.source, conversation.line)
+    return Document(document_id, token_ids, loss_mask, *at)
+
+
+def _placed(error: BadConversation, conversation: Conversation) -> BadLine:
+    """The same error with the conversation's place."""
+    return BadLine(
+        error.reason,
+        conversation.source,
+        conversation.line,
+        expected=error.expected,
+        got=error.got,
+        fix=error.fix,
+        cause=f"{error.thing}, {error.name}" + (f": {error.cause}" if error.cause else ""),
+    )
 
 
 def _listed(paths: Iterable[str | Path]) -> list[str | Path]:
     return [paths] if isinstance(paths, (str, Path)) else list(paths)
 
 
-def _entries(paths: Iterable[str | Path]) -> "Iterator[Conversation | _BadLine]":
-    """Every line of every file that is not empty: a conversation, or the error that says why it is none."""
+def _entries(paths: Iterable[str | Path], origins: list[Origin]) -> Iterator[Conversation | BadLine]:
+    """Every row of every path: a conversation, or the error that says why it is none. Appends to `origins` on the way."""
     for path in _listed(paths):
-        try:
-            file = open(path, "rb")
-        except OSError as error:
-            raise DataError(
-                "data file",
-                path,
-                expected="a JSONL file of conversations",
-                got=(error.strerror or str(error)).lower(),
-                cause="a relative path begins in the folder that graphcap runs in",
-                fix="give the path of a file",
-            ) from error
-        with file:
-            for line, raw in enumerate(file, start=1):
-                # A byte order mark at the start is legal UTF-8 and common in files from Windows.
-                raw = raw.removeprefix(b"\xef\xbb\xbf") if line == 1 else raw
-                if not raw.strip():
-                    continue
+        source, form = open_source(path), ""
+        for row in source.rows:
+            if isinstance(row, Row):
                 try:
-                    yield Conversation(str(path), line, _messages(raw, str(path), line))
-                except _BadLine as error:
-                    yield error
-
-
-def _messages(raw: bytes, source: str, line: int) -> list[dict]:
-    """Parse and check one line. Raises: _BadLine."""
-    try:
-        row = json.loads(raw.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        got = f"byte 0x{raw[error.start]:02x} at place {error.start + 1}"
-        raise _BadLine("invalid UTF-8", source, line, expected="UTF-8", got=got, fix="save it in UTF-8") from error
-    except (ValueError, RecursionError) as error:
-        got = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
-        raise _BadLine(
-            "broken JSON",
-            source,
-            line,
-            expected="one JSON object",
-            got=got,
-            fix="mend or remove the line; each line is one whole conversation",
-        ) from error
-    expected = "an object with the key 'messages'"
-    fix = 'write each line as {"messages": [{"role": …, "content": …}, …]}'
-    if not isinstance(row, dict):
-        raise _BadLine("not a JSON object", source, line, expected=expected, got=type(row).__name__, fix=fix)
-    if "messages" not in row:
-        keys = ", ".join(map(str, list(row)[:12])) or "none"
-        raise _BadLine("no messages", source, line, expected=expected, got=f"the keys {keys}", fix=fix)
-    messages = row["messages"]
-    if not isinstance(messages, list) or not messages:
-        got = "an empty list" if messages == [] else type(messages).__name__
-        expected = "at least one message in the list 'messages'"
-        raise _BadLine("messages empty or no list", source, line, expected=expected, got=got, fix=fix)
-    for number, message in enumerate(messages, start=1):
-        _check_message(message, number, source, line)
-    return messages
-
-
-def _check_message(message: object, number: int, source: str, line: int) -> None:
-    """Raises: _BadLine naming the message."""
-    fix = "give every message a role and its text"
-    if not isinstance(message, dict):
-        raise _BadLine(
-            "broken message", source, line, expected=f"message {number} to be an object", got=type(message).__name__, fix=fix
-        )
-    for key in ("role", "content"):
-        if not isinstance(message.get(key), str):
-            found = ", ".join(list(message)[:12]) or "none"
-            got = type(message[key]).__name__ if key in message else f"the keys {found}"
-            expected = f"text as '{key}' of message {number}"
-            raise _BadLine("broken message", source, line, expected=expected, got=got, fix=fix)
-    if message["role"] not in ROLES:
-        expected = f"one of {', '.join(ROLES)} as the role of message {number}"
-        got = repr(message["role"][:40])
-        raise _BadLine("unknown role", source, line, expected=expected, got=got, fix="rename the role")
-    try:
-        message["content"].encode("utf-8")
-    except UnicodeEncodeError as error:
-        # JSON can spell half of a surrogate pair; no tokenizer takes it.
-        got = f"half a surrogate pair at character {error.start + 1}"
-        raise _BadLine(
-            "invalid Unicode", source, line, expected=f"Unicode text in message {number}", got=got, fix="mend the \\u escapes"
-        ) from error
+                    form = form or form_of(row)
+                    row = conversation_of(row, form)
+                except BadLine as error:
+                    row = error
+            yield row
+        origins.append(Origin(source.path, form, source.revision))

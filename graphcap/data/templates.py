@@ -37,26 +37,33 @@ class BadConversation(DataError):
         self.reason = reason
 
 
-def tokenize_conversation(tokenizer, messages: list[dict]) -> tuple[np.ndarray, np.ndarray]:
+def tokenize_conversation(tokenizer, messages: list[dict], tools: list[dict] | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Token ids (int32 [n]) and loss mask (bool [n]) of a chat; `messages` is not empty.
 
+    tools: JSON schemas for the template, or None. A message may lack content where it has tool calls or reasoning.
     The ids equal `tokenizer.apply_chat_template(messages, tokenize=True)`: nothing is prepended, so there is exactly
     the BOS that the template prints. The mask may be all zeros; the caller says what happens then.
     Raises: DataError if the tokenizer has no template; BadConversation if the template refuses the chat or rewrites
     earlier turns, naming the turn.
     """
-    template = _template(tokenizer)
-    text = _render(tokenizer, messages, prompt=False)
-    token_ids = np.array(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False), dtype=np.int32)
+    template = _template(tokenizer, tools)
+    text = _render(tokenizer, messages, tools, prompt=False)
+    token_ids = np.array(_apply(tokenizer, messages, tools, tokenize=True), dtype=np.int32)
     spans = _spans_by_markers if _MARKER.search(template) else _spans_by_prefixes
-    return token_ids, _mask(tokenizer, text, token_ids, spans(tokenizer, template, messages, text))
+    return token_ids, _mask(tokenizer, text, token_ids, spans(tokenizer, template, messages, tools, text))
 
 
-def _template(tokenizer) -> str:
-    """The default template's text."""
+def tokenize_prompt(tokenizer, messages: list[dict], tools: list[dict] | None) -> list[int]:
+    """Token ids of `messages` with the header that asks for an answer: what a server feeds. Raises: as above."""
+    _template(tokenizer, tools)
+    return list(_apply(tokenizer, messages, tools, tokenize=True, prompt=True))
+
+
+def _template(tokenizer, tools: list[dict] | None) -> str:
+    """The text of the template that transformers takes: of several, 'tool_use' where there are tools, else 'default'."""
     template = getattr(tokenizer, "chat_template", None)
     if isinstance(template, dict):
-        template = template.get("default")
+        template = template.get("tool_use" if tools and "tool_use" in template else "default")
     if not template:
         raise DataError(
             "tokenizer",
@@ -68,10 +75,17 @@ def _template(tokenizer) -> str:
     return template
 
 
-def _render(tokenizer, messages: list[dict], *, prompt: bool) -> str:
+def _render(tokenizer, messages: list[dict], tools: list[dict] | None, *, prompt: bool) -> str:
     """The chat as text. prompt: with the header that a server adds to ask for an answer."""
+    return _apply(tokenizer, messages, tools, tokenize=False, prompt=prompt)
+
+
+def _apply(tokenizer, messages: list[dict], tools: list[dict] | None, *, tokenize: bool, prompt: bool = False):
+    """The chat as text or as token ids."""
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+        return tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=tokenize, add_generation_prompt=prompt, return_dict=False
+        )
     except Exception as error:  # a template is foreign code: it may raise anything, and says why in the text
         raise BadConversation(
             REFUSED,
@@ -84,33 +98,43 @@ def _render(tokenizer, messages: list[dict], *, prompt: bool) -> str:
 
 
 def _is_empty(message: dict) -> bool:
-    return not message["content"].strip() and not message.get("tool_calls")
+    return not (_content(message).strip() or message.get("tool_calls") or message.get("reasoning_content"))
 
 
-def _spans_by_prefixes(tokenizer, template: str, messages: list[dict], text: str) -> list[tuple[int, int]]:
+def _content(message: dict) -> str:
+    """The message's words; none where tool calls or reasoning stand alone."""
+    return message.get("content") or ""
+
+
+def _spans_by_prefixes(
+    tokenizer, template: str, messages: list[dict], tools: list[dict] | None, text: str
+) -> list[tuple[int, int]]:
     """Character spans [start, end) of the supervised turns, found by rendering the chat up to each of them."""
     spans = []
     for turn, message in enumerate(messages):
         if message["role"] != "assistant" or turn == 0 or _is_empty(message):
             continue
-        asked = _render(tokenizer, messages[:turn], prompt=True)
+        asked = _render(tokenizer, messages[:turn], tools, prompt=True)
         # The last turn needs no render of its own; for most chats that halves the work.
-        answered = text if turn + 1 == len(messages) else _render(tokenizer, messages[: turn + 1], prompt=False)
+        answered = text if turn + 1 == len(messages) else _render(tokenizer, messages[: turn + 1], tools, prompt=False)
         if not answered.startswith(asked):
             raise _rewritten(turn, "the prompt before the answer", asked, "the chat with the answer", answered)
         if not text.startswith(answered):
             raise _rewritten(turn, "the chat up to the answer", answered, "the whole chat", text)
-        spans.append((len(asked), _end_of_turn(text, len(asked), len(answered), message["content"])))
+        spans.append((len(asked), _end_of_turn(text, len(asked), len(answered), _content(message))))
     return spans
 
 
-def _spans_by_markers(tokenizer, template: str, messages: list[dict], text: str) -> list[tuple[int, int]]:
+def _spans_by_markers(
+    tokenizer, template: str, messages: list[dict], tools: list[dict] | None, text: str
+) -> list[tuple[int, int]]:
     """Character spans [start, end) inside the template's generation markers, without header and last newline."""
     # Imported here: transformers is large, and only the caller's tokenizer tells that it is there.
     from transformers.utils.chat_template_utils import render_jinja_template
 
     rendered, marked = render_jinja_template(
         conversations=[[{key: value for key, value in message.items() if value is not None} for message in messages]],
+        tools=tools,
         chat_template=template,
         return_assistant_tokens_mask=True,
         add_generation_prompt=False,
@@ -120,23 +144,23 @@ def _spans_by_markers(tokenizer, template: str, messages: list[dict], text: str)
     turns = [message for message in messages if message["role"] == "assistant"]
     if len(marked[0]) != len(turns):
         turns = [None] * len(marked[0])  # several markers a turn, or none: which is whose cannot be told
-    opening = len(_render(tokenizer, messages[:1], prompt=False)) if messages[0]["role"] == "assistant" else 0
-    header = _header(tokenizer, messages)
+    opening = len(_render(tokenizer, messages[:1], tools, prompt=False)) if messages[0]["role"] == "assistant" else 0
+    header = _header(tokenizer, messages, tools)
     spans = []
     for turn, (start, end) in zip(turns, marked[0]):
         start = _after_header(text, start, end, header)
-        end = _end_of_turn(text, start, end, turn["content"] if turn else "")
+        end = _end_of_turn(text, start, end, _content(turn) if turn else "")
         if start >= opening and text[start:end].strip() and not (turn and _is_empty(turn)):
             spans.append((start, end))
     return spans
 
 
-def _header(tokenizer, messages: list[dict]) -> str:
+def _header(tokenizer, messages: list[dict], tools: list[dict] | None) -> str:
     """The text that the template adds to ask for an answer, for example '<|im_start|>assistant\\n'."""
     turn = next((turn for turn, message in enumerate(messages) if message["role"] == "assistant" and turn), 0)
     if turn == 0:
         return ""
-    before, asked = (_render(tokenizer, messages[:turn], prompt=prompt) for prompt in (False, True))
+    before, asked = (_render(tokenizer, messages[:turn], tools, prompt=prompt) for prompt in (False, True))
     if not asked.startswith(before):
         raise _rewritten(turn, "the chat before the answer", before, "the prompt before the answer", asked)
     return asked[len(before) :]

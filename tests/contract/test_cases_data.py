@@ -57,7 +57,7 @@ def test_case_1_only_the_row_with_an_answer_is_kept_and_every_other_is_counted(t
     assert documents.summary() == (
         "6 conversations: 1 kept, 5 dropped (2 no supervised token, first bad.jsonl line 2; "
         "1 broken JSON, first bad.jsonl line 6; 1 messages empty or no list, first bad.jsonl line 1; "
-        "1 no supervised token after truncation, first bad.jsonl line 4)"
+        "1 no supervised token after truncation, first bad.jsonl line 4); messages in bad.jsonl"
     )
     assert documents.num_read == len(ROWS)
 

@@ -25,13 +25,14 @@ def dumped(messages) -> bytes:
 BAD_LINES = {
     b'{"messages": [{"role": "user", "content": "broken"': ("broken JSON", "one JSON object"),
     b'{"messages": [{"role": "user", "content": "\xff"}]}': ("invalid UTF-8", "byte 0xff"),
+    b'{"text": "hi", "id\\ud83d": 3}': ("row form differs from the file's", "the keys text, 'id\\ud83d'"),
     b"[1, 2]": ("not a JSON object", "got list"),
-    b'{"conversations": [], "id": 3}': ("no messages", "the keys conversations, id"),
+    b'{"conversations": [], "id": 3}': ("row form differs from the file's", "expected messages, as in the first row"),
     dumped([]): ("messages empty or no list", "an empty list"),
     dumped({"role": "user"}): ("messages empty or no list", "got dict"),
     dumped(["hi"]): ("broken message", "message 1 to be an object"),
     dumped([GOOD["messages"][0], {"role": "assistant"}]): ("broken message", "'content' of message 2"),
-    dumped([{"role": "user", "content": None}]): ("broken message", "got NoneType"),
+    dumped([{"role": "user", "content": None}]): ("broken message", "got null"),
     dumped([{"from": "human", "value": "hi"}]): ("broken message", "the keys from, value"),
     dumped([{"role": "human", "content": "hi"}]): ("unknown role", "'human'"),
     b'{"messages": [{"role": "user", "content": "\\ud83d"}]}': ("invalid Unicode", "surrogate"),
@@ -43,7 +44,7 @@ class WordTokenizer:
 
     chat_template = "(built in)"
 
-    def apply_chat_template(self, messages, *, tokenize, add_generation_prompt=False, return_dict=False):
+    def apply_chat_template(self, messages, *, tools, tokenize, add_generation_prompt=False, return_dict=False):
         text = "".join(f"\x01{message['role'][0]}\x02{message['content']}\x03\n" for message in messages)
         text += "\x01a\x02" * add_generation_prompt
         return [ord(c) for c in text] if tokenize else text
@@ -147,7 +148,7 @@ def test_long_document_stops_is_cut_or_dropped_as_asked(tmp_path):
         load([path], max_length=30)
     cut = load([path], max_length=30, on_long="truncate")
     assert [len(one.token_ids) for one in cut.documents] == [16, 30] and cut.num_truncated == 1
-    assert "2 conversations: 2 kept (1 truncated), 0 dropped" == cut.summary()
+    assert "2 conversations: 2 kept (1 truncated), 0 dropped; messages in c.jsonl" == cut.summary()
     left = load([path], max_length=30, on_long="drop")
     assert left.dropped == {"longer than max_length": 1} and len(left.documents) == 1
 

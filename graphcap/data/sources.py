@@ -1,0 +1,291 @@
+"""Paths → rows with their place, one at a time: JSONL, gzipped JSONL, parquet, and data sets of the Hub.
+
+A path is a file (.jsonl, .jsonl.gz, .parquet; any other name is read as JSONL unless its first bytes say otherwise) or
+`hf:OWNER/NAME[@REVISION][:SPLIT]`, a data set of the Hub (split train where none is named). What a row means is forms.py's.
+
+Null keys. A table has every key in every row and cannot tell an absent one from a null one, so rows of parquet and of the
+Hub lose their null keys at every depth. A null inside a tool call's arguments survives only in JSONL or as JSON text.
+Called by conversations.py.
+"""
+
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from graphcap.data.templates import BadConversation
+from graphcap.errors import DataError
+
+ACCEPTED = ".jsonl, .jsonl.gz, .parquet, or hf:OWNER/NAME[:SPLIT]"
+
+# Row forms by the keys they need, in the order of preference: text is tokenised afresh wherever a row has any.
+FORMS = {
+    "messages": ("messages",),
+    "conversations": ("conversations",),
+    "prompt + response": ("prompt", "response"),
+    "input_ids + loss_mask": ("input_ids", "loss_mask"),
+}
+_COLUMNS = {key for keys in FORMS.values() for key in keys} | {"tools"}  # of a table; all others stay unread
+
+_PICKLES = (".pkl", ".pickle", ".pt", ".pth", ".bin")
+_BATCH_ROWS = 64  # decoded at once from a parquet file
+_HUB = re.compile(r"hf:([\w.-]+/[\w.-]+)(?:@([\w./-]+))?(?::(\S+))?", re.ASCII)
+
+
+def place(source: str, line: int) -> str:
+    """`source` and the 1-based line or row in it, in words."""
+    return f"{source} {'row' if source.startswith('hf:') or source.endswith('.parquet') else 'line'} {line}"
+
+
+def short(source: str) -> str:
+    """A file's name without its folders; a data set of the Hub whole."""
+    return source if source.startswith("hf:") else Path(source).name
+
+
+def shown(keys: Iterable) -> str:
+    """The first keys found in a row, safe to print whatever they are."""
+    names = [str(key)[:40] for key in list(keys)[:12]]
+    return "the keys " + (", ".join(name if name.isprintable() and name else repr(name) for name in names) or "none")
+
+
+class BadLine(BadConversation):
+    """A row that cannot be used, with its place."""
+
+    def __init__(self, reason: str, source: str, line: int, *, expected: str, got: str, fix: str, cause: str = "") -> None:
+        super().__init__(reason, "conversation", place(source, line), expected=expected, got=got, fix=fix, cause=cause)
+        self.source, self.line = source, line
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row as it stood. source: the path as given; line: its 1-based line or row; value: its keys, null ones left out."""
+
+    source: str
+    line: int
+    value: dict
+
+    def bad(self, reason: str, *, expected: str, got: str, fix: str) -> BadLine:
+        """The error that says why this row cannot be used. reason: the short, stable text that it is counted under."""
+        return BadLine(reason, self.source, self.line, expected=expected, got=got, fix=fix)
+
+
+@dataclass(frozen=True)
+class Source:
+    """An opened path. path: as given; revision: the commit that a data set of the Hub was resolved to, else empty.
+
+    rows: each row, or the error that says why it is none; to be read once. Raises: DataError if the file is damaged.
+    """
+
+    path: str
+    revision: str
+    rows: Iterator[Row | BadLine]
+
+
+def open_source(path: str | Path) -> Source:
+    """Resolve a path; a file is opened when its first row is asked for.
+
+    Raises: DataError if an hf: path is none, cannot be resolved, or needs a package that is not installed.
+    """
+    path = str(path)
+    if path.startswith("hf:"):
+        revision, rows = _hub(path)
+        return Source(path, revision, rows)
+    return Source(path, "", _file_rows(path))
+
+
+def _file_rows(path: str) -> Iterator[Row | BadLine]:
+    try:
+        file = open(path, "rb")
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise DataError(
+            "data file",
+            path,
+            expected=f"a file of conversations ({ACCEPTED})",
+            got=((error.strerror if isinstance(error, OSError) else "") or str(error)).lower(),
+            cause="a relative path begins in the folder that graphcap runs in",
+            fix="give the path of a file",
+        ) from error
+    with file:
+        head = _read(path, lambda: file.peek(4)[:4])
+        _refuse_others(path, head)
+        if path.endswith(".parquet") or head == b"PAR1":
+            yield from _parquet(path, file)
+        elif path.endswith(".gz") or head.startswith(b"\x1f\x8b"):
+            yield from _jsonl(path, gzip.GzipFile(fileobj=file))
+        else:
+            yield from _jsonl(path, file)
+
+
+def _refuse_others(path: str, head: bytes) -> None:
+    """Raises: DataError for a pickle, by name or first bytes, and for archives."""
+    torch_file = head == b"PK\x03\x04"  # torch.save writes a zip around its pickle
+    if path.endswith(_PICKLES) or torch_file or head[:1] == b"\x80" and head[1:2] in (b"\2", b"\3", b"\4", b"\5"):
+        saved = torch_file or path.endswith((".pt", ".pth", ".bin"))
+        load = (
+            "import json, torch; rows = torch.load('FILE')"
+            if saved
+            else "import json, pickle; rows = pickle.load(open('FILE', 'rb'))"
+        )
+        raise DataError(
+            "data file",
+            path,
+            expected=ACCEPTED,
+            got="a zip or a pickle of torch" if saved else "a pickle",
+            cause="loading a pickle runs whatever code it holds, so graphcap never does",
+            fix=f'where you trust it, convert it: python -c "{load}; [print(json.dumps(row)) for row in rows]" > chats.jsonl',
+        )
+    if head == b"\x28\xb5\x2f\xfd":
+        raise DataError("data file", path, expected=ACCEPTED, got="a zstd archive", fix="unpack it: zstd -d FILE")
+
+
+def _read(path: str, step, *, behind: int = 0):
+    """What `step` reads. behind: lines already read. Raises: DataError where the disk or the archive gives out."""
+    try:
+        return step()
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(
+            "data file",
+            path,
+            expected="a file that can be read to its end",
+            got=f"an error behind line {behind}",
+            cause=f"{type(error).__name__}: {error}",
+            fix="copy or download it again" + ("; gzip -t FILE checks it" if path.endswith(".gz") else ""),
+        ) from error
+
+
+def _jsonl(path: str, file: BinaryIO) -> Iterator[Row | BadLine]:
+    """One row for each line that is not blank."""
+    line = 0
+    while raw := _read(path, file.readline, behind=line):
+        line += 1
+        # A byte order mark at the start is legal UTF-8 and common in files from Windows.
+        raw = raw.removeprefix(b"\xef\xbb\xbf") if line == 1 else raw
+        if raw.strip():
+            try:
+                yield Row(path, line, _object(raw, path, line))
+            except BadLine as error:
+                yield error
+
+
+def _object(raw: bytes, path: str, line: int) -> dict:
+    """Parse one line; its null keys are left out. Raises: BadLine."""
+    array = "; of one JSON array make lines with jq -c '.[]' FILE > chats.jsonl" if raw.lstrip()[:1] == b"[" else ""
+    try:
+        row = json.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        got = f"byte 0x{raw[error.start]:02x} at place {error.start + 1}"
+        raise BadLine("invalid UTF-8", path, line, expected="UTF-8", got=got, fix="save it in UTF-8") from error
+    except (ValueError, RecursionError) as error:
+        got = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
+        fix = "mend or remove the line; each line is one whole conversation" + array
+        raise BadLine("broken JSON", path, line, expected="one JSON object", got=got, fix=fix) from error
+    if not isinstance(row, dict):
+        fix = 'write each line as {"messages": [{"role": …, "content": …}, …]}' + array
+        raise BadLine("not a JSON object", path, line, expected="a JSON object", got=type(row).__name__, fix=fix)
+    return {key: value for key, value in row.items() if value is not None}
+
+
+def _parquet(path: str, file: BinaryIO) -> Iterator[Row | BadLine]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise _missing("data file", path, "pyarrow", str(error)) from error
+    number = 0
+    try:
+        table = pyarrow.parquet.ParquetFile(file)
+        columns = _columns(table.schema_arrow.names, path)
+        for batch in table.iter_batches(batch_size=_BATCH_ROWS, columns=columns):
+            for offset in range(batch.num_rows):
+                number += 1
+                try:
+                    (value,) = batch.slice(offset, 1).to_pylist()
+                except (ValueError, OverflowError) as error:  # text that is not UTF-8, a date that Python has not
+                    reason = "invalid UTF-8" if isinstance(error, UnicodeDecodeError) else "unreadable row"
+                    fix = "mend or remove the row"
+                    yield BadLine(reason, path, number, expected="a row that Python can hold", got=str(error), fix=fix)
+                    continue
+                yield Row(path, number, _without_nulls(value))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(
+            "data file",
+            path,
+            expected="a whole parquet file",
+            got=f"an error behind row {number}",
+            cause=" ".join(str(error).split()).rstrip("."),
+            fix="copy or download it again, or name it by what it is",
+        ) from error
+
+
+def _hub(path: str) -> tuple[str, Iterator[Row]]:
+    """The resolved revision of an hf: path and its rows."""
+    parts = _HUB.fullmatch(path)
+    if parts is None:
+        fix = "write for example hf:OWNER/NAME or hf:OWNER/NAME:train"
+        raise DataError("data set", path, expected="hf:OWNER/NAME[@REVISION][:SPLIT]", got=path, fix=fix)
+    name, revision, split = parts[1], parts[2] or "main", parts[3] or "train"
+    try:
+        import datasets
+    except ImportError as error:
+        raise _missing("data set", path, "datasets", str(error)) from error
+    try:
+        # A commit needs no asking, so a data set that is cached is read without a network if its commit is named.
+        if not re.fullmatch("[0-9a-f]{40}", revision):
+            from huggingface_hub import HfApi
+
+            revision = HfApi().dataset_info(name, revision=revision).sha
+        # Not streamed: the rows lie in a mapped file of the cache, and a restart needs no network.
+        dataset = datasets.load_dataset(name, split=split, revision=revision)
+    except Exception as error:  # foreign code and the network: anything may come, and says why in its text
+        raise DataError(
+            "data set",
+            path,
+            expected=f"split {split} of a data set of the Hub",
+            got=type(error).__name__,
+            cause=" ".join(str(error).split())[:300].rstrip("."),
+            fix="check its name, split and your network; offline, name a cached commit: hf:OWNER/NAME@COMMIT",
+        ) from error
+    return revision, _hub_rows(path, dataset.select_columns(_columns(dataset.column_names, path)))
+
+
+def _hub_rows(path: str, dataset) -> Iterator[Row]:
+    for number in range(len(dataset)):
+        try:
+            value = dataset[number]
+        except Exception as error:  # as above
+            cause = " ".join(str(error).split())[:300].rstrip(".")
+            fix = "remove its folder from the cache of datasets and run again"
+            got = type(error).__name__
+            raise DataError("data set", path, expected=f"row {number + 1}", got=got, cause=cause, fix=fix) from error
+        yield Row(path, number + 1, _without_nulls(value))
+
+
+def _columns(names: list[str], path: str) -> list[str]:
+    """The columns of a table to read. Raises: DataError if they make no row form."""
+    if not any(set(keys) <= set(names) for keys in FORMS.values()):
+        raise DataError(
+            "data set" if path.startswith("hf:") else "data file",
+            path,
+            expected=f"rows of one of the forms {'; '.join(FORMS)}",
+            got=shown(names),
+            fix="rename the columns, or write the conversations as messages",
+        )
+    return [name for name in names if name in _COLUMNS]
+
+
+def _without_nulls(value):
+    """The same value with the null keys of its objects left out, at every depth."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list) and value and isinstance(value[0], (dict, list)):
+        return [_without_nulls(inner) for inner in value]
+    return value
+
+
+def _missing(thing: str, path: str, package: str, cause: str) -> DataError:
+    got = "a Python without it"
+    return DataError(thing, path, expected=f"the package {package}", got=got, cause=cause, fix=f"pip install {package}")
