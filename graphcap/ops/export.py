@@ -13,8 +13,10 @@ import torch
 
 from graphcap.errors import CheckpointError, ConfigError
 from graphcap.model.drafter import Drafter, DrafterConfig
+from graphcap.model.target import rope_theta
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
+CONVENTION = "0-based outputs of decoder layers"
 
 
 def config_document(config: DrafterConfig, dtype: torch.dtype) -> dict:
@@ -29,7 +31,7 @@ def config_document(config: DrafterConfig, dtype: torch.dtype) -> dict:
             "block_size": config.block_size,
             "mask_token_id": config.mask_token_id,
             "target_layer_ids": list(config.target_layer_ids),
-            "target_layer_ids_convention": "0-based outputs of decoder layers",
+            "target_layer_ids_convention": CONVENTION,
         },
         "num_target_layers": config.num_target_layers,
         "hidden_size": config.hidden_size,
@@ -98,6 +100,15 @@ def read_config(folder: Path) -> DrafterConfig:
                 cause="guessing it would lower acceptance in silence",
                 fix="take it from whoever trained the drafter",
             )
+    if own.get("target_layer_ids_convention", CONVENTION) != CONVENTION:
+        raise CheckpointError(
+            "drafter folder",
+            folder,
+            expected=f"target_layer_ids as {CONVENTION}",
+            got=str(own["target_layer_ids_convention"]),
+            cause="read otherwise, every tapped layer would be another one",
+            fix=f"convert target_layer_ids in {CONFIG}, then leave the key target_layer_ids_convention out",
+        )
     _refuse_what_we_cannot_compute(folder, document)
     return _config_of(folder, document, own, sizes.pop())
 
@@ -178,6 +189,7 @@ def check_fits(config: DrafterConfig, model, *, folder) -> None:
         "hidden_size": (config.hidden_size, text.hidden_size),
         "num_target_layers": (config.num_target_layers, text.num_hidden_layers),
         "vocab_size": (config.vocab_size, model.get_output_embeddings().weight.shape[0]),
+        "rope_theta": (config.rope_theta, rope_theta(text)),
     }
     wrong = [f"{name} {own} instead of {other}" for name, (own, other) in sizes.items() if own != other]
     if wrong:
@@ -224,6 +236,7 @@ def read_drafter(folder: Path, *, dtype: torch.dtype, device: torch.device) -> D
         for name, tensor in expected.items()
         if name in tensors and tensors[name].shape != tensor.shape
     ]
+    wrong += [f"{name} not finite" for name in expected if name in tensors and not tensors[name].isfinite().all()]
     if wrong:
         raise CheckpointError(
             "drafter folder",

@@ -87,7 +87,7 @@ class Claim:
     def __init__(self, recipe: Recipe, command: str) -> None:
         """Raises: ConfigError if another process holds the folder, or if it cannot be made."""
         self.folder = recipe.folder
-        self._made = not self.folder.exists()
+        self._made = [folder for folder in (self.folder, *self.folder.parents) if not folder.exists()]  # innermost first
         self._lock = lock(recipe)
         self.previous = ending.read(self.folder, ending.END)
         self.begin(command)
@@ -114,9 +114,9 @@ class Claim:
             ranks.rmdir()
         for name in (ending.START, ending.END, LOG, ".lock"):
             (self.folder / name).unlink(missing_ok=True)
-        if self._made:
-            with contextlib.suppress(OSError):  # somebody has put something into it
-                self.folder.rmdir()
+        with contextlib.suppress(OSError):  # somebody has put something into it
+            for folder in self._made:
+                folder.rmdir()
 
     def check(self) -> None:
         """Raises: ConfigError if the folder is no longer the one claimed: somebody removed, replaced or renamed it."""
