@@ -34,6 +34,7 @@ from graphcap.model.target import (
     load_config,
     load_model,
     load_tokenizer,
+    rope_theta,
 )
 from graphcap.ops import caches, checkpoint
 from graphcap.ops.blackbox import GPU_AT, Recorder
@@ -251,24 +252,6 @@ def _configured_as(recipe: Recipe, model) -> DrafterConfig:
     return loaded
 
 
-def rope_theta(text_config) -> float:
-    """The target's rotary base, wherever its config keeps it (transformers 5 nests it, per layer type where they differ)."""
-    parameters = getattr(text_config, "rope_parameters", None) or {}
-    for candidate in (parameters, parameters.get("full_attention") or {}):
-        if candidate.get("rope_theta"):
-            return float(candidate["rope_theta"])
-    theta = getattr(text_config, "rope_theta", None)
-    if theta is None:
-        raise ConfigError(
-            "target",
-            text_config.model_type,
-            expected="rotary positions with a rope_theta",
-            got="none in its config",
-            fix="use a target with rotary positions",
-        )
-    return float(theta)
-
-
 def make_drafter(recipe: Recipe, drafter_config: DrafterConfig) -> Drafter:
     """A drafter as it is before training: from the seed, or from the folder `drafter.init`."""
     if recipe.drafter.init:
@@ -339,6 +322,14 @@ def _plan(recipe: Recipe, documents: list[Document], block_size: int, continued:
         shapes = Shapes.load(wanted.plan)
     shapes.check(lengths, anchors, block_size=block_size, anchor_density=wanted.anchor_density, window=wanted.window)
     largest = shapes.buckets[0].length
+    if block_size > largest:
+        raise ConfigError(
+            "recipe key",
+            "drafter.block_size",
+            expected=f"at most the largest row, {largest} tokens",
+            got=str(block_size),
+            fix="set drafter.block_size lower, 16 for example, or shapes.row_length higher",
+        )
     rows_per_update = recipe.optimizer.rows_per_update or max(1, round(recipe.optimizer.tokens_per_update / largest))
     schedule = Schedule(
         shapes,

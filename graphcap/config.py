@@ -200,9 +200,9 @@ def load_recipe(path: str | Path, overrides: list[str] = ()) -> Recipe:
         )
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+    except (ValueError, RecursionError, OSError) as error:  # also numbers and nesting beyond what Python reads
         raise ConfigError(
-            "recipe", path, expected="TOML in UTF-8", got=str(error), fix="mend that line or the file's rights"
+            "recipe", path, expected="TOML in UTF-8", got=_cut(str(error)), fix="mend that line or the file's rights"
         ) from error
     return build_recipe(tables, overrides, source=str(path))
 
@@ -215,7 +215,7 @@ def build_recipe(tables: dict, overrides: list[str] = (), *, source: str) -> Rec
         _known(name, sections, f"section of {source}")
         if not isinstance(table, dict):
             raise ConfigError(
-                "section", name, expected="a table of keys", got=repr(table), fix=f"write [{name}] and its keys below it"
+                "section", name, expected="a table of keys", got=_shown(table), fix=f"write [{name}] and its keys below it"
             )
         for key_name, value in table.items():
             field = _known(key_name, _fields(sections[name]), f"recipe key of [{name}]")
@@ -241,7 +241,7 @@ def _known(name: str, known: dict, thing: str):
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         fix = f"did you mean '{near[0]}'? All: {', '.join(known)}" if near else f"use one of {', '.join(known)}"
-        raise ConfigError(thing, name, expected="a known name", got=f"'{name}'", fix=fix)
+        raise ConfigError(thing, _cut(name), expected="a known name", got=f"'{_cut(name)}'", fix=fix)
     return known[name]
 
 
@@ -250,7 +250,11 @@ def _split(override: str) -> tuple[str, str, str]:
     section, dot, key_name = left.strip().partition(".")
     if not (equals and dot and section and key_name):
         raise ConfigError(
-            "override", override, expected="section.key=value", got=f"'{override}'", fix="write for example optimizer.epochs=2"
+            "override",
+            _cut(override),
+            expected="section.key=value",
+            got=f"'{_cut(override)}'",
+            fix="write for example optimizer.epochs=2",
         )
     return section, key_name, text.strip()
 
@@ -261,9 +265,21 @@ def _wrong(where: str, field: dataclasses.Field, got: object) -> ConfigError:
         "recipe key",
         where,
         expected=_type_name(field) + (f" in {unit}" if unit else ""),
-        got=repr(got),
+        got=_shown(got),
         fix=f"set {where} ({field.metadata['doc']})",
     )
+
+
+def _shown(value: object) -> str:
+    """A value of any size in one short piece. Python writes no number of more than 4300 digits."""
+    try:
+        return _cut(repr(value))
+    except (ValueError, RecursionError):
+        return f"a {type(value).__name__} too long to print"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 120 else f"{text[:100]}… ({len(text)} characters)"
 
 
 def _from_toml(value, field: dataclasses.Field, where: str):
@@ -276,7 +292,10 @@ def _from_toml(value, field: dataclasses.Field, where: str):
             raise _wrong(where, field, value)
         return tuple(items)
     if kind is float and type(value) is int:
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise _wrong(where, field, value) from error
     if type(value) is not kind:
         raise _wrong(where, field, value)
     return value
@@ -318,20 +337,25 @@ def _check(recipe: Recipe) -> None:
                 raise ConfigError(
                     "recipe key", where, expected=_type_name(field), got="nothing", fix=f"set {where} ({meta['doc']})"
                 )
+            for text in value if isinstance(value, tuple) else (value,):
+                if isinstance(text, str) and where != "run.name" and not _is_text(text):
+                    fix = f"set {where} without it; a file with such a name has to be renamed"
+                    raise ConfigError("recipe key", where, expected="Unicode text without a NUL", got=_shown(text), fix=fix)
             if meta["choices"] and value not in meta["choices"]:
                 near = difflib.get_close_matches(str(value), meta["choices"], n=1)
                 fix = f"did you mean '{near[0]}'?" if near else f"set {where} ({meta['doc']})"
                 raise ConfigError(
-                    "recipe key", where, expected=f"one of {', '.join(meta['choices'])}", got=repr(value), fix=fix
+                    "recipe key", where, expected=f"one of {', '.join(meta['choices'])}", got=_shown(value), fix=fix
                 )
             if isinstance(value, float) and not abs(value) < float("inf"):
                 raise ConfigError(
-                    "recipe key", where, expected="a finite number", got=repr(value), fix=f"set {where} ({meta['doc']})"
+                    "recipe key", where, expected="a finite number", got=_shown(value), fix=f"set {where} ({meta['doc']})"
                 )
-            if type(value) is int and not value < (1024 if where == "run.threads" else 2**63):
+            numbers = [number for number in (value if isinstance(value, tuple) else (value,)) if type(number) is int]
+            if any(not number < (1024 if where == "run.threads" else 2**63) for number in numbers):
                 bound = "at most 1023" if where == "run.threads" else "below 2^63"
                 raise ConfigError(
-                    "recipe key", where, expected=f"a whole number {bound}", got=repr(value), fix=f"set {where} lower"
+                    "recipe key", where, expected=f"a whole number {bound}", got=_shown(value), fix=f"set {where} lower"
                 )
             if meta["low"] is not None and value < meta["low"] or meta["above"] is not None and not value > meta["above"]:
                 bound = f"at least {meta['low']}" if meta["low"] is not None else f"above {meta['above']}"
@@ -339,10 +363,15 @@ def _check(recipe: Recipe) -> None:
                     "recipe key",
                     where,
                     expected=f"{_type_name(field)} {bound}",
-                    got=repr(value),
+                    got=_shown(value),
                     fix=f"set {where} ({meta['doc']})",
                 )
     _check_together(recipe)
+
+
+def _is_text(text: str) -> bool:
+    """Whether a file can hold it and the file system take it: no NUL, and no byte that was not UTF-8 on the command line."""
+    return "\0" not in text and not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def _check_together(recipe: Recipe) -> None:
@@ -390,7 +419,7 @@ def _check_together(recipe: Recipe) -> None:
             "recipe key",
             "drafter.target_layer_ids",
             expected="rising 0-based layer numbers, none twice",
-            got=str(list(ids)),
+            got=_shown(list(ids)),
             fix="list each tapped layer once, for example 1,3,5,7,9",
         )
 

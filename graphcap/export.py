@@ -144,9 +144,8 @@ def check(folder: str, *, target_path: str | None, trust_remote_code: bool = Fal
 
 @torch.no_grad()
 def _check_numbers(folder: Path, drafter: Drafter) -> None:
-    """Raises: CheckpointError for tensors that are not finite or do nothing, and for a forward that is not finite."""
-    wrong = [f"{name} is not finite" for name, tensor in drafter.state_dict().items() if not tensor.isfinite().all()]
-    wrong += [f"{name} is all zeros" for name, tensor in drafter.state_dict().items() if not tensor.any()]
+    """Raises: CheckpointError for tensors that do nothing, and for a forward that is not finite."""
+    wrong = [f"{name} is all zeros" for name, tensor in drafter.state_dict().items() if not tensor.any()]
     if not wrong:
         config, generator = drafter.config, torch.Generator().manual_seed(0)
         features = torch.randn(8, len(config.target_layer_ids) * config.hidden_size, generator=generator)

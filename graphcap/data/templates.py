@@ -9,6 +9,10 @@ nor the template's newline after the end of the turn. Where the spans come from:
   beginning of the messages up to the turn, and these the beginning of the whole chat. A template for which they are
   not rewrites what was already said; its spans cannot be known, and that is an error, never a guess.
 
+What a template writes by itself between the prompt and the words is not supervised. Qwen3 and its like put an empty
+<think></think> before the last answer and leave it out of earlier ones: only this may differ between a turn as the last
+and as an earlier one, so their chats without reasoning are used whole. An earlier turn whose reasoning is cut is refused.
+
 One rule for odd turns: a turn is supervised if a server could have been asked for it and the assistant said something.
 So an assistant turn that opens a chat is context only (there is nothing to ask with), one after a system turn alone is
 supervised if the template renders that, and an empty turn (no content, no tool call) is never supervised.
@@ -27,6 +31,7 @@ REFUSED = "refused by the chat template"
 REWRITTEN = "chat template rewrites earlier turns"
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_PROBE = "graphcap's words"  # what stands before them in a rendered answer, the template wrote
 
 
 class BadConversation(DataError):
@@ -119,10 +124,31 @@ def _spans_by_prefixes(
         answered = text if turn + 1 == len(messages) else _render(tokenizer, messages[: turn + 1], tools, prompt=False)
         if not answered.startswith(asked):
             raise _rewritten(turn, "the prompt before the answer", asked, "the chat with the answer", answered)
-        if not text.startswith(answered):
+        start = len(asked)
+        begin = start + _num_inserted(tokenizer, messages[: turn + 1], tools, asked, answered[start:])
+        if text.startswith(answered):
+            start, end = begin, len(answered)
+        elif begin > start and text.startswith(asked + answered[begin:]):
+            end = start + len(answered) - begin  # as an earlier turn it stands there without what the template inserted
+        else:
             raise _rewritten(turn, "the chat up to the answer", answered, "the whole chat", text)
-        spans.append((len(asked), _end_of_turn(text, len(asked), len(answered), _content(message))))
+        spans.append((start, _end_of_turn(text, start, end, _content(message))))
     return spans
+
+
+def _num_inserted(tokenizer, messages: list[dict], tools: list[dict] | None, asked: str, answer: str) -> int:
+    """Characters at the beginning of `answer`, the last message's text, that the template writes whatever is said.
+
+    An empty <think></think> is; white space is not counted, since it is part of what the target writes. Found by
+    rendering other words in place of the message: reasoning of its own would stand inside the block, and differ.
+    """
+    words = _content(messages[-1]).strip()
+    if words and answer.lstrip().startswith(words) and answer.count(words) == 1:
+        return 0  # the usual case needs no render; words that stand there twice may begin as the block does
+    probed = _render(tokenizer, [*messages[:-1], {"role": "assistant", "content": _PROBE}], tools, prompt=False)
+    inserted, found, _ = probed.partition(_PROBE)
+    inserted = inserted[len(asked) :] if found and inserted.startswith(asked) else ""
+    return len(inserted) if inserted.strip() and answer.startswith(inserted) else 0
 
 
 def _spans_by_markers(
@@ -242,5 +268,6 @@ def _rewritten(turn: int, what: str, short: str, other: str, long: str) -> BadCo
         expected=f"{other} to begin with {what}",
         got=f"{long[at : at + 30]!r} in place of {short[at : at + 30]!r}",
         cause="an unstable template: it rewrites earlier turns, so what the assistant wrote cannot be found",
-        fix="use a template with generation markers ({% generation %}), or chats of one answer each",
+        fix="if it cuts reasoning, leave that out of all answers but the last, or make a chat of each answer that ends with "
+        "it; else use a template with generation markers ({% generation %})",
     )

@@ -44,16 +44,30 @@ def dtype_name(dtype: torch.dtype) -> str:
 def load_model(path: str, *, revision: str, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> nn.Module:
     """A causal language model of transformers, from a folder or a Hub name, frozen, in eval mode.
 
-    Raises: ConfigError if there is none, naming the path.
+    Raises: ConfigError if there is none, or if its files lack a tensor, naming the path.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            path,
+            revision=revision,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
         )
+    except SafetensorError as error:
+        raise _no_target(path, ValueError(f"its safetensors cannot be read ({error})")) from error
     except (OSError, ValueError) as error:
         raise _no_target(path, error) from error
+    except RuntimeError as error:
+        if "size mismatch" not in str(error) and "mismatched" not in str(error):
+            raise
+        raise _no_target(path, ValueError("its tensors have other sizes than its config.json says")) from error
+    if loaded["missing_keys"]:  # transformers would fill them with random numbers
+        raise _no_target(path, ValueError(f"its files lack {', '.join(sorted(loaded['missing_keys'])[:4])}"))
     return model.requires_grad_(False).eval().to(device)
 
 
@@ -75,6 +89,9 @@ def load_tokenizer(path: str, *, revision: str, trust_remote_code: bool):
         return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise _no_target(path, error) from error
+    except Exception as error:  # the tokenizers library raises whatever its reading of a broken file runs into
+        cause = ValueError(f"the tokenizer's files cannot be read ({type(error).__name__}: {error})")
+        raise _no_target(path, cause) from error
 
 
 def _no_target(path: str, error: Exception) -> ConfigError:
@@ -86,7 +103,10 @@ def _no_target(path: str, error: Exception) -> ConfigError:
         expected="a causal language model of transformers with its tokenizer",
         got=f"'{path}' ({kind})",
         cause=first_line.rstrip("."),
-        fix="give the path of the target's folder; a relative path begins in the folder that graphcap runs in",
+        fix="read that code, then set target.trust_remote_code=true to run it, or use a target that transformers knows"
+        if "trust_remote_code" in str(error)
+        else "give the path of the target's folder (a relative path begins in the folder that graphcap runs in); where a Hub "
+        "name cannot be reached, fetch it first with `hf download NAME`",
     )
 
 
@@ -330,3 +350,21 @@ def find_mask_token(tokenizer, num_embeddings: int, *, name: str) -> tuple[int, 
         cause="the target's tokenizer shows no unused row",
         fix='write drafter.mask_token = "<token>"',
     )
+
+
+def rope_theta(text_config) -> float:
+    """The target's rotary base, wherever its config keeps it (transformers 5 nests it, per layer type where they differ)."""
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    for candidate in (parameters, parameters.get("full_attention") or {}):
+        if candidate.get("rope_theta"):
+            return float(candidate["rope_theta"])
+    theta = getattr(text_config, "rope_theta", None)
+    if theta is None:
+        raise ConfigError(
+            "target",
+            text_config.model_type,
+            expected="rotary positions with a rope_theta",
+            got="none in its config",
+            fix="use a target with rotary positions",
+        )
+    return float(theta)

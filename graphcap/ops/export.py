@@ -15,8 +15,10 @@ import torch
 from graphcap.errors import CheckpointError, ConfigError
 from graphcap.model.drafter import Drafter, DrafterConfig
 from graphcap.model.identity import Identity
+from graphcap.model.target import rope_theta
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
+CONVENTION = "0-based outputs of decoder layers"
 
 
 def config_document(config: DrafterConfig, dtype: torch.dtype, target: Identity | None = None) -> dict:
@@ -34,7 +36,7 @@ def config_document(config: DrafterConfig, dtype: torch.dtype, target: Identity 
             "block_size": config.block_size,
             "mask_token_id": config.mask_token_id,
             "target_layer_ids": list(config.target_layer_ids),
-            "target_layer_ids_convention": "0-based outputs of decoder layers",
+            "target_layer_ids_convention": CONVENTION,
         },
         "num_target_layers": config.num_target_layers,
         "hidden_size": config.hidden_size,
@@ -90,15 +92,7 @@ def read_config(folder: Path) -> DrafterConfig:
             got=f"{type(error).__name__}: {error}",
             fix="give a run of graphcap or a folder in z-lab's format",
         ) from error
-    own = document.get("dflash_config") or {} if isinstance(document, dict) else None
-    if not isinstance(own, dict):
-        raise CheckpointError(
-            "drafter folder",
-            folder,
-            expected=f"objects of keys in {CONFIG}",
-            got="something else",
-            fix="take config.json from whoever trained the drafter",
-        )
+    document, own = _typed(folder, document)
     sizes = {own.get("block_size"), document.get("block_size")} - {None}
     if len(sizes) != 1 or not all(type(size) is int for size in sizes):
         got = "none" if not sizes else " and ".join(map(str, sorted(sizes)))
@@ -113,8 +107,59 @@ def read_config(folder: Path) -> DrafterConfig:
                 cause="guessing it would lower acceptance in silence",
                 fix="take it from whoever trained the drafter",
             )
+    if own.get("target_layer_ids_convention", CONVENTION) != CONVENTION:
+        raise CheckpointError(
+            "drafter folder",
+            folder,
+            expected=f"target_layer_ids as {CONVENTION}",
+            got=str(own["target_layer_ids_convention"]),
+            cause="read otherwise, every tapped layer would be another one",
+            fix=f"convert target_layer_ids in {CONFIG}, then leave the key target_layer_ids_convention out",
+        )
     _refuse_what_we_cannot_compute(folder, document)
     return _config_of(folder, document, own, sizes.pop())
+
+
+def _typed(folder: Path, document: object) -> tuple[dict, dict]:
+    """The keys of config.json and of its dflash_config, without those that are null. Raises: CheckpointError."""
+    counts = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "num_target_layers")
+    counts += ("intermediate_size", "vocab_size", "max_position_embeddings", "block_size")
+
+    def is_count(value: object) -> bool:
+        return type(value) is int and 0 < value < 2**31
+
+    def is_list_of(kind: type):
+        return lambda value: isinstance(value, list) and all(type(item) is kind for item in value)
+
+    kinds = {name: ("a whole number above 0", is_count) for name in counts}
+    for name in ("rms_norm_eps", "rope_theta"):
+        kinds[name] = ("a number above 0", lambda value: type(value) in (int, float) and 0 < value < 1e30)
+    for name in ("dflash_config", "rope_scaling", "rope_parameters"):
+        kinds[name] = ("an object of keys", lambda value: isinstance(value, dict))
+    kinds["layer_types"] = ("a list of names", is_list_of(str))
+    kinds["target_layer_ids"] = ("a list of whole numbers", is_list_of(int))
+    kinds["mask_token_id"] = ("a whole number", lambda value: type(value) is int)
+
+    def typed(keys: dict) -> dict:
+        keys = {name: value for name, value in keys.items() if value is not None}
+        for name, value in keys.items():
+            what, fits = kinds.get(name, ("", None))
+            if fits is not None and not fits(value):
+                raise _wrong_type(folder, what, name, value)
+        return keys
+
+    if not isinstance(document, dict):
+        raise _wrong_type(folder, "an object of keys", "the whole", document)
+    document = typed(document)
+    for name in ("rope_scaling", "rope_parameters"):
+        typed(document.get(name, {}))
+    return document, typed(document.get("dflash_config", {}))
+
+
+def _wrong_type(folder: Path, what: str, name: str, value: object) -> CheckpointError:
+    fix = "take config.json from whoever trained the drafter"
+    got = json.dumps(value)[:60]
+    return CheckpointError("drafter folder", folder, expected=f"{what} as {name} in {CONFIG}", got=got, fix=fix)
 
 
 def _refuse_what_we_cannot_compute(folder: Path, document: dict) -> None:
@@ -193,6 +238,7 @@ def check_fits(config: DrafterConfig, model, *, folder) -> None:
         "hidden_size": (config.hidden_size, text.hidden_size),
         "num_target_layers": (config.num_target_layers, text.num_hidden_layers),
         "vocab_size": (config.vocab_size, model.get_output_embeddings().weight.shape[0]),
+        "rope_theta": (config.rope_theta, rope_theta(text)),
     }
     wrong = [f"{name} {own} instead of {other}" for name, (own, other) in sizes.items() if own != other]
     if wrong:
@@ -239,6 +285,7 @@ def read_drafter(folder: Path, *, dtype: torch.dtype, device: torch.device) -> D
         for name, tensor in expected.items()
         if name in tensors and tensors[name].shape != tensor.shape
     ]
+    wrong += [f"{name} not finite" for name in expected if name in tensors and not tensors[name].isfinite().all()]
     if wrong:
         raise CheckpointError(
             "drafter folder",

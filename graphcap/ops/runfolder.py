@@ -91,11 +91,11 @@ class Claim:
         """supervised: whether this process watches ranks. Raises: ConfigError if another process holds the folder, or if it
         cannot be made."""
         self.folder, self.supervised = recipe.folder, supervised
-        self._made = not self.folder.exists()
+        self._made = [folder for folder in (self.folder, *self.folder.parents) if not folder.exists()]  # innermost first
         self._lock = lock(recipe)
         self._missing_since = 0.0
         start, self.previous = ending.read(self.folder, ending.START), ending.read(self.folder, ending.END)
-        if self.previous is None and start is not None and self._made is False:
+        if self.previous is None and start is not None:
             self.previous = records.conclude(self.folder, start)  # killed with its supervisor, and nobody has asked since
         if self.previous is not None:
             self._note(f"before    {ending.headline(self.previous)}")
@@ -133,9 +133,9 @@ class Claim:
             ranks.rmdir()
         for name in (ending.START, ending.END, LOG, ".lock"):
             (self.folder / name).unlink(missing_ok=True)
-        if self._made:
-            with contextlib.suppress(OSError):  # somebody has put something into it
-                self.folder.rmdir()
+        with contextlib.suppress(OSError):  # somebody has put something into it
+            for folder in self._made:
+                folder.rmdir()
         return True
 
     def check(self) -> None:

@@ -98,7 +98,7 @@ def test_a_check_names_what_is_wrong(run, tmp_path, capsys, damage):
     out = tmp_path / "drafter"
     assert cli.main(["export", str(run), str(out)]) == 0
     tensors, document = load_file(out / WEIGHTS), json.loads((out / CONFIG).read_text())
-    says = {"nan": "fc.weight is not finite", "zeros": "norm.weight is all zeros", "tensor": "fc.weight missing"}
+    says = {"nan": "fc.weight not finite", "zeros": "norm.weight is all zeros", "tensor": "fc.weight missing"}
     says["target"] = "got one of tiny, fingerprint 0000000000000000"
     if damage == "nan":
         tensors["fc.weight"][3, 4] = float("nan")

@@ -1,6 +1,8 @@
 """A drafter's folder comes back bit for bit, and each known damage is refused by the name of what is wrong."""
 
 import json
+import math
+import random
 
 import pytest
 import torch
@@ -199,3 +201,25 @@ def test_a_config_of_the_wrong_kind_is_refused_in_the_one_form(folder, damage):
     (path / CONFIG).write_text(damage)
     with pytest.raises(CheckpointError, match="drafter folder"):
         read(path)
+
+
+def test_a_config_with_any_value_in_any_place_is_a_config_or_refused(tmp_path):
+    draw = random.Random(fresh_seed())
+    values = [None, 0, -1, 3, 2.5, math.inf, math.nan, "x", "", [], [1], ["a"], [None], [[1]], {}, {"a": 1}, True, 10**30]
+    good = json.dumps(config_document(drafter_config(), torch.float32))
+    refused = 0
+    for _ in range(500):
+        document = json.loads(good)
+        places = [document, document, document["dflash_config"], document["rope_parameters"]]
+        for _ in range(draw.randint(1, 2)):
+            keys = draw.choice(places)
+            keys[draw.choice(list(keys))] = draw.choice(values)
+        (tmp_path / CONFIG).write_text(json.dumps(draw.choice([document] * 9 + values)))
+        try:
+            config = read_config(tmp_path)
+        except CheckpointError as error:
+            refused += 1
+            assert CONFIG in str(error) or "computes something else" in str(error), error
+        else:  # no size is anything but a whole number above 0
+            assert all(type(size) is int and size > 0 for size in (config.hidden_size, config.head_dim, config.num_kv_heads))
+    assert 100 < refused < 500
