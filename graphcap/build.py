@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from graphcap.config import Recipe
-from graphcap.data.conversations import Document, load_documents
+from graphcap.data.conversations import Document, Documents, load_documents
 from graphcap.data.packing import Schedule, num_anchors_of
 from graphcap.data.planner import Shapes, plan
 from graphcap.engine import Engine
@@ -58,6 +58,7 @@ class TrainingRun:
     schedule: Schedule
     engine: Engine
     identity: Identity  # of the target
+    revisions: dict[str, str]  # commits of the data sets that came from the Hub
     settings: dict[str, str]  # the deterministic settings in force, for env.json
     recorder: Recorder
     position: int = 0
@@ -97,7 +98,8 @@ def build(recipe: Recipe, *, continued: dict | None, say, recorder: Recorder) ->
     if device.type == "cuda" and (warning := untested(torch.__version__)):
         say(f"versions  {warning}")
     recorder.note("load data")
-    documents, held_out = _load_data(recipe, tokenizer, drafter_config.mask_token_id, say)
+    loaded = _load_data(recipe, tokenizer, drafter_config.mask_token_id, say)
+    documents, held_out = loaded["train"].documents, loaded["held_out"].documents
     shapes, schedule = _plan(recipe, documents, drafter_config.block_size, continued, say)
     evaluation = Evaluation(fitting(held_out, shapes.buckets, count=recipe.eval.documents), shapes.buckets)
     drafter = make_drafter(recipe, drafter_config)
@@ -125,6 +127,7 @@ def build(recipe: Recipe, *, continued: dict | None, say, recorder: Recorder) ->
         schedule=schedule,
         engine=Engine(step, shapes.buckets, note=recorder.note, marks=_marks(recorder, device, say)),
         identity=identity,
+        revisions={origin.path: origin.revision for part in loaded.values() for origin in part.origins if origin.revision},
         settings=settings,
         recorder=recorder,
     )
@@ -275,7 +278,8 @@ def _millions(module) -> str:
     return f"{sum(p.numel() for p in module.parameters()) / 1e6:.2f}"
 
 
-def _load_data(recipe: Recipe, tokenizer, mask_token_id: int, say) -> tuple[list[Document], list[Document]]:
+def _load_data(recipe: Recipe, tokenizer, mask_token_id: int, say) -> dict[str, Documents]:
+    """The documents of `train` and of `held_out`."""
     loaded = {}
     for name in ("train", "held_out"):
         begin = time.monotonic()
@@ -296,7 +300,7 @@ def _load_data(recipe: Recipe, tokenizer, mask_token_id: int, say) -> tuple[list
                 fix="name an unused token with drafter.mask_token",
             )
         say(f"{name:<9} {loaded[name].summary()}  ({time.monotonic() - begin:.0f} s)")
-    return loaded["train"].documents, loaded["held_out"].documents
+    return loaded
 
 
 def _plan(recipe: Recipe, documents: list[Document], block_size: int, continued: dict | None, say) -> tuple[Shapes, Schedule]:

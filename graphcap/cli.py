@@ -74,6 +74,9 @@ def _add_train(verbs) -> None:
         "--here", action="store_true", help="train in this process, with no supervisor: for debuggers, profilers and notebooks"
     )
     train.add_argument("--dry-run", action="store_true", help="say what the run would be and need; train and write nothing")
+    train.add_argument(
+        "--show", type=_positive, metavar="N", help="with --dry-run: N documents, with what is supervised marked"
+    )
     train.add_argument("-h", "--help", action="store_true", help="show this, and with a RECIPE every key of a recipe")
     train.set_defaults(run=_train, parser=train)
 
@@ -200,12 +203,14 @@ def _train(options) -> int:
             )
             _say(f"to start afresh: graphcap train {options.recipe} run.name=OTHER, or remove {recipe.folder}")
             return 0
+    if options.show and not options.dry_run:
+        options.parser.error("--show belongs to --dry-run")
     if options.dry_run:
         quiet_libraries(None)
         from graphcap.preview import preview
 
         silence_transformers()
-        preview(recipe, show=0, say=_say)
+        preview(recipe, show=options.show or 0, say=_say)
         return 0
     arguments = ["train", options.recipe, *options.overrides, *(["--eager"] if options.eager else [])]
     if not options.here and not is_rank:

@@ -3,6 +3,7 @@
 Calls: cli.py.
 """
 
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -12,6 +13,8 @@ import torch
 from graphcap import config as recipes
 from graphcap.build import TrainingRun, build
 from graphcap.config import Recipe
+from graphcap.data.conversations import Document
+from graphcap.data.sample import PLAIN_MARKS, TERMINAL_MARKS, supervised_text
 from graphcap.ops import blackbox, checkpoint
 from graphcap.train import tensors_of
 
@@ -30,8 +33,14 @@ def preview(recipe: Recipe, *, show: int, say) -> None:
         run = build(recipe, continued=None, say=say, recorder=recorder)
         for line in (*_memory(run), *_disk(run), *_time(run)):
             say(line)
+    for document in list(run.documents.values())[:show]:
+        say(f"\nsupervised in {document.place}, between the marks:\n{_marked(document, run.tokenizer)}\n")
     say(f"writes    {recipe.folder}/: {', '.join(WRITTEN)}")
     say("nothing was trained and nothing written")
+
+
+def _marked(document: Document, tokenizer) -> str:
+    return supervised_text(document, tokenizer, marks=TERMINAL_MARKS if sys.stdout.isatty() else PLAIN_MARKS)
 
 
 def _memory(run: TrainingRun) -> list[str]:

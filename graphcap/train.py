@@ -48,7 +48,9 @@ def train(recipe: Recipe, *, rank: Rank, eager: bool = False, say=print) -> int:
     run = build(recipe, continued=continued, say=say, recorder=recorder)
     if continued is not None:
         check_position(run, newest, continued)
-    runfolder.create(recipe, shapes_json=run.shapes.to_json(), environment=environment(run.settings))
+    runfolder.create(
+        recipe, shapes_json=run.shapes.to_json(), environment=environment(run.settings) | {"data_revisions": run.revisions}
+    )
     quiet_libraries(recipe.folder / "libraries.log")
     with closing(run.engine):
         complete = _train(run, rank, newest, continued, eager=eager, say=say)

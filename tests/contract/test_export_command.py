@@ -146,6 +146,11 @@ def test_a_dry_run_says_what_the_run_needs_and_leaves_no_file(small, tmp_path, c
     ):
         assert part in said, part
     assert list(tmp_path.iterdir()) == []
+    assert "⟦" not in said
+    assert cli.main(["train", *small, f"run.out={tmp_path}", "--dry-run", "--show", "2"]) == 0
+    shown = capsys.readouterr().out.split("supervised in ")[1:]
+    assert len(shown) == 2 and "line 1, between the marks" in shown[0]
+    assert all("⟦" in text and "<|im_end|>⟧" in text for text in shown), shown
 
 
 def test_a_disk_without_room_is_found_before_the_target_is_loaded(tmp_path, capsys, monkeypatch):
