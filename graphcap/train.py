@@ -31,6 +31,7 @@ from graphcap.versions import environment
 
 STATE = "state.safetensors"
 POSITION = "state.json"
+FAILED_SAVES = 3  # in a row that end a run: for so long its checkpoints grow old
 
 
 def train(recipe: Recipe, *, rank: Rank, eager: bool = False, say=print) -> int:
@@ -135,6 +136,7 @@ class Record:
         self.progress = Progress(total, start=start) if rank.draws else None
         self.say, self.bar = (self.progress.say if rank.draws else say), {"total": total, "start": start}
         self.skipped_in_a_row, self.diverged = 0, None
+        self.failed_saves, self.last_saved = 0, saver.last_saved
         self.fetched: tuple[list[Update], Fetch, float] | None = None  # updates, their metrics, seconds they took
         self.walked: tuple[int, float] | None = None
         self.begin = self.last_fetch = time.monotonic()
@@ -142,9 +144,9 @@ class Record:
     def after(self, update: Update) -> None:
         """Note an update. Every `progress.every` of them metrics set out for the host; their lines follow on arrival.
 
-        Raises: the error of a save that failed meanwhile; TrainingError if gradients have not been finite for long.
+        Raises: the error of the third save in a row that failed; TrainingError if gradients have not been finite for long.
         """
-        self.saver.check()
+        self._tolerate(self.saver.check)
         self.pending.append(update)
         if self.fetched is not None and self.fetched[1].ready():
             self._write()
@@ -217,7 +219,7 @@ class Record:
     def save(self) -> None:
         """Begin a checkpoint of the current update; its score is the walked estimate if one was made at this update.
 
-        Raises: the error of the save before; TrainingError as `flush`.
+        Raises: as `after`.
         """
         self.flush()
         self._save()
@@ -227,10 +229,23 @@ class Record:
         score = self.walked[1] if self.walked and self.walked[0] == self.run.position else None
         self.rank.hurries(False)  # a save before this one may still be under way, on a slow disk
         self.recorder.note("save")
+        self._tolerate(self.saver.wait)
         self.saver.begin(self.run.position, tensors=tensors_of(self.run), documents=_documents(self.run), score=score)
         self.rank.hurries(True)
         self.run.engine.pause()
         self.last_fetch = time.monotonic()
+
+    def _tolerate(self, tells) -> None:
+        """Call `tells`, which raises the error of the save before: training goes on without it, but not for long."""
+        if self.saver.last_saved != self.last_saved:
+            self.failed_saves, self.last_saved = 0, self.saver.last_saved
+        try:
+            tells()
+        except CheckpointError as error:
+            self.failed_saves += 1
+            if self.failed_saves == FAILED_SAVES:
+                raise
+            self.say(f"not saved {error} Training goes on; {self.failed_saves} in a row, {FAILED_SAVES} end it.")
 
     def close(self) -> None:
         if self.progress is not None:

@@ -174,6 +174,8 @@ def recorder(case: str, updates: int) -> dict:
     bucket, engines = Bucket(int(length), int(num_anchors)), {}
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         record = blackbox.Recorder(Path(folder), rank=0, gpu_bytes=torch.cuda.memory_reserved)
+        deadline = Deadline(Path(folder) / TRACEBACK, 300.0)
+        record.watch(deadline)
         for name, watched in (("without", {}), ("with", {"note": record.note, "marks": _marks(record)})):
             engine = engines[name] = Engine(make_step(size, bucket.length), (bucket,), **watched)
             engine.prepare(eager=False)
@@ -184,6 +186,7 @@ def recorder(case: str, updates: int) -> dict:
                 taken[name].append(timed_ms(lambda engine=engine: (engine.micro_step(bucket), engine.update()), updates)[0])
         for engine in engines.values():
             engine.close()
+        deadline.close()
     ms = {name: statistics.median(values) for name, values in taken.items()}
     result = {"case": f"recorder {case}", **ms, "cost": ms["with"] / ms["without"] - 1, "all_ms": taken}
     print(f"{case}: {ms['without']:.3f} ms without, {ms['with']:.3f} ms with the recorder: {result['cost']:+.2%}", flush=True)

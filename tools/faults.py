@@ -6,6 +6,7 @@ Calls: tools/fault_drill.py, which plants them.
 """
 
 import ctypes
+import errno
 import mmap
 import os
 import re
@@ -120,6 +121,21 @@ def deadlock(place: Place) -> None:
 def fill_disk(place: Place) -> None:
     """From here on the kernel refuses files over 64 KiB: a checkpoint, not a log. It says EFBIG; a full disk, ENOSPC."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def fill_disk_once(place: Place) -> None:
+    write = checkpoint.write_tensors
+
+    def refused(path: Path, tensors: dict) -> None:
+        checkpoint.write_tensors = write
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    checkpoint.write_tensors = refused
+
+
+def went_on(folder: Path) -> bool:
+    """The save that failed is told, and that training goes on."""
+    return bool(re.search(r"not saved +.*No space left on device.*Training goes on", (folder / "terminal").read_text()))
 
 
 def full_and_asked(place: Place) -> None:
@@ -341,6 +357,15 @@ FAULTS = (
     Fault("deadlock", deadlock, "^deadline", settings=QUICK, also=traced),
     Fault("stopped process", to_rank(SIGSTOP), "deadline", settings=QUICK),
     Fault("disk full", fill_disk, "^checkpoint .*File too large", phases=("save",), later=True),
+    Fault("disk full once", fill_disk_once, phases=("save",), also=went_on, **GOES_ON),
+    Fault(
+        "disk full for ever",
+        fill_disk,
+        "^checkpoint .*File too large",
+        phases=("save",),
+        later=True,
+        settings=("checkpoint.every=1", "eval.every=1"),
+    ),
     Fault("folder removed", lambda place: shutil.rmtree(place.run), "run's folder .*out/run", code=None, **ON_TERMINAL),
     Fault(
         "damaged line",

@@ -223,7 +223,7 @@ def explained(bucket_name: str, smaller: str = ""):
         ) from error
     except torch.OutOfMemoryError as error:
         asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
-        reserved = f"{torch.cuda.memory_reserved() / 2**30:.1f} GiB" if torch.cuda.is_available() else "nothing"
+        held, whole = (torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[1]) if torch.cuda.is_available() else (0, 0)
         drop = (
             f"drop it by a plan whose largest bucket is {smaller} (shapes.row_length)" if smaller else "lower shapes.row_length"
         )
@@ -231,8 +231,9 @@ def explained(bucket_name: str, smaller: str = ""):
             "bucket",
             bucket_name,
             expected="a step that fits into the GPU's memory",
-            got=f"{asked[1] if asked else 'more memory'} asked for with {reserved} already held",
-            cause="a plan needs what its largest bucket needs",
+            got=f"{asked[1] if asked else 'more memory'} asked for with {held / 2**30:.1f} GiB already held",
+            cause=f"a plan needs what its largest bucket needs, which is more than this GPU's {whole / 2**30:.1f} GiB or what "
+            "others leave of them",
             fix=f"(1) {drop}, (2) drafter.checkpointing=true, (3) lower loss.chunk_tokens, (4) free the GPU: graphcap doctor "
             "names other processes",
         ) from error
