@@ -90,7 +90,7 @@ def test_a_killed_rank_is_told_with_signal_update_bucket_phase_memory_and_how_to
     assert len(lines) <= 12
 
 
-def test_the_readme_shows_what_status_says(folder):
+def test_the_readme_shows_what_status_says(folder, monkeypatch):
     text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     started(folder, alive=True)
     record = recorder(folder)
@@ -99,6 +99,13 @@ def test_the_readme_shows_what_status_says(folder):
     record._write_now(time.monotonic())
     (folder / "rank-0" / "stderr").write_text("its last words\n")
     assert "\n".join(dead(folder, -6)) in text
+    record.note("finished")
+    assert dead(folder, 0)[0] + "\n" in text
+    (folder / ending.END).unlink()
+    record.note("replay", bucket="8192/1024")
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 312)
+    assert status.status_of(folder)["lines"][0] + "\n" in text
 
 
 def test_the_first_launch_that_the_gpu_has_not_finished_is_where_it_died(folder):
