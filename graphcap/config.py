@@ -9,6 +9,7 @@ Every key says what it may do when a run is continued with another value:
 
 import dataclasses
 import difflib
+import shlex
 import tomllib
 import types
 import typing
@@ -47,7 +48,9 @@ class Run:
     )
     max_hours: float = key(0.0, "save and stop after so long, to go on later; 0: never", unit="hours", resume="free", low=0)
     gpu_core_dump: bool = key(False, "name the kernel of a fault on the GPU, by a dump of some megabytes", resume="free")
-    on_end: str = key("", "command to run when the run has ended; the path of end.json is appended", resume="free")
+    on_end: str = key(
+        "", "command to run when the run has ended, for at most 20 s; the path of end.json is appended", resume="free"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -394,6 +397,17 @@ def _check_together(recipe: Recipe) -> None:
             cause="every figure on held-out text would flatter the drafter",
             fix="split the conversations into two files",
         )
+    try:
+        shlex.split(recipe.run.on_end)
+    except ValueError as error:
+        raise ConfigError(
+            "recipe key",
+            "run.on_end",
+            expected="a command as a shell splits it",
+            got=_shown(recipe.run.on_end),
+            cause=str(error).lower(),
+            fix="close its quotes",
+        ) from error
     name = recipe.run.name
     if Path(name).name != name or name in ("", ".", "..") or not name.isprintable() or len(name.encode()) > 200:
         fix = "leave out slashes and control characters, and keep it under 200 bytes"

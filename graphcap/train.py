@@ -45,7 +45,19 @@ def train(recipe: Recipe, *, rank: Rank, eager: bool = False, say=print) -> int:
     newest, passed_over = checkpoint.newest(recipe.folder / "checkpoints")
     for line in passed_over:
         say(f"not used  {line}")
+    damaged = [line for line in passed_over if not line.startswith(".")]  # a save that never finished is no loss
+    if newest is None and damaged:
+        raise CheckpointError(
+            "checkpoints",
+            recipe.folder / "checkpoints",
+            expected="a complete one to go on from",
+            got=damaged[0],
+            cause="a start from the beginning would overwrite what is left of them",
+            fix="put back a copy, or move the folder away to begin anew",
+        )
     continued = checkpoint.load_document(newest, POSITION) if newest else None
+    if continued is not None:
+        recorder.saved(continued["update"])
     run = build(recipe, continued=continued, say=say, recorder=recorder)
     if continued is not None:
         check_position(run, newest, continued)

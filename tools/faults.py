@@ -123,6 +123,16 @@ def fill_disk(place: Place) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
+def rename_folder(place: Place) -> None:
+    place.run.rename(place.run.with_name("renamed"))
+
+
+def end_is_there(folder: Path) -> bool:
+    """The renamed folder has an end.json that says so."""
+    end = ending.read(folder / RUN.with_name("renamed"), ending.END)
+    return end is not None and "removed or renamed" in end["cause"]
+
+
 def fill_disk_once(place: Place) -> None:
     write = checkpoint.write_tensors
 
@@ -367,6 +377,7 @@ FAULTS = (
         settings=("checkpoint.every=1", "eval.every=1"),
     ),
     Fault("folder removed", lambda place: shutil.rmtree(place.run), "run's folder .*out/run", code=None, **ON_TERMINAL),
+    Fault("folder renamed", rename_folder, "removed or renamed", also=end_is_there, code=2, **ON_TERMINAL),
     Fault(
         "damaged line",
         damage_conversations,

@@ -19,9 +19,16 @@ from graphcap.ops.blackbox import Flight
 
 END, START = "end.json", "start.json"
 SECRET = re.compile("TOKEN|KEY|SECRET|PASS", re.IGNORECASE)
-START_KEYS = {"command", "pid", "pid_start", "boot"}
-END_KEYS = {"verdict", "cause", "when", "rank", "checkpoint", "stderr", "traceback", "continue", "update", "phase", "bucket"}
-END_KEYS |= {"device", "finished", "memory", "entries"}
+NONE = type(None)
+START_TYPES = {"command": str, "pid": int, "pid_start": int, "boot": str}
+END_TYPES = {
+    **dict.fromkeys(("verdict", "cause", "when", "continue"), str),
+    **dict.fromkeys(("checkpoint", "traceback", "phase", "bucket", "device"), (str, NONE)),
+    **dict.fromkeys(("update", "finished"), (int, NONE)),
+    **dict.fromkeys(("stderr", "entries"), list),
+    "rank": int,
+    "memory": (dict, NONE),
+}
 LAST_WORDS = 20  # lines of standard error that are kept
 FINISHED, STOPPED, DEAD, REFUSED = "finished", "stopped", "dead", "refused"
 DEADLINE = "deadline: it began nothing for too long"
@@ -89,6 +96,8 @@ def _verdict(
     if code == 2 and error and not trained:
         return REFUSED, error
     traceback = folder / f"rank-{rank}" / faults.TRACEBACK
+    if code is None and phase in (FINISHED, STOPPED):
+        return phase, "on request" if phase == STOPPED else ""
     if code is None:
         return DEAD, error or died_of(traceback, supervised) or _vanished(supervised)
     if code < 0:
@@ -116,7 +125,7 @@ def _probable(number: int, flight: Flight | None) -> str:
 
 def _vanished(supervised: bool) -> str:
     together = " together with its supervisor" if supervised else ""
-    return f"killed{together}: SIGKILL, a container's end, or power"
+    return f"killed{together}: SIGKILL, a crash, a container's end, or power"
 
 
 def died_of(traceback: Path, supervised: bool) -> str:
@@ -178,8 +187,21 @@ def read(folder: Path, name: str) -> dict | None:
         document = json.loads((Path(folder) / name).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    needed = {END: END_KEYS, START: START_KEYS}[name]
-    return document if isinstance(document, dict) and needed <= document.keys() else None
+    types = {END: END_TYPES, START: START_TYPES}[name]
+    if not isinstance(document, dict) or not all(isinstance(document.get(key, ...), kind) for key, kind in types.items()):
+        return None
+    if name == END and not _sound(document):
+        return None
+    return document
+
+
+def _sound(end: dict) -> bool:
+    """Whether the parts of an end that are shown are what they have to be."""
+    memory = end["memory"] or {"host_share": 0.0, "gpu_bytes": 0}
+    numbers = all(isinstance(memory.get(name), (int, float)) for name in ("host_share", "gpu_bytes"))
+    name = end["checkpoint"] is None or checkpoint.COMPLETE_NAME.fullmatch(end["checkpoint"])
+    texts = [*end["stderr"], *end["entries"], *(end.get("restarts") or [])]
+    return bool(numbers and name and all(isinstance(text, str) for text in texts))
 
 
 def headline(end: dict) -> str:

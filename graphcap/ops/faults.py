@@ -64,10 +64,13 @@ def forget_faults() -> None:
 
 
 def die_with(parent: int) -> None:
-    """This process gets SIGTERM when the thread that started it ends, whatever ends that. parent: its process id."""
+    """This process gets SIGKILL when the thread that started it ends, whatever ends that. parent: its process id.
+
+    Not SIGTERM, which a process that was stopped would not take.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     PR_SET_PDEATHSIG = 1
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         print(f"graphcap: prctl failed (errno {ctypes.get_errno()}); this rank may outlive its supervisor", file=sys.stderr)
     if os.getppid() != parent:  # it ended in between
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -67,8 +67,9 @@ class Supervisor:
             try:
                 try:
                     end = self._attempts(claim)
-                except ConfigError:  # the folder is no longer there
+                except ConfigError as error:  # the folder is no longer there
                     self._kept = True
+                    self._tell_where_it_is(claim, str(error))
                     raise
                 except Exception as error:
                     while_there(traceback.print_exc)
@@ -78,11 +79,23 @@ class Supervisor:
                 finally:
                     if self.bar is not None:
                         while_there(self.bar.close)
+                if self._kept:
+                    records.forget(self.memory)
                 return self._leave(end, claim)
             finally:
                 if self._kept:
                     records.forget(self.memory)
                 claim.close()
+
+    def _tell_where_it_is(self, claim: runfolder.Claim, cause: str) -> None:
+        """Leave the end in a folder that was renamed while the run was in it."""
+        moved = claim.moved_to()
+        if moved is None:
+            return
+        with self._suppressed("keeping the records"):
+            records.keep(moved, self.memory)
+            end = ending.of_exit(moved, code=None, command=self.command, reason=cause)
+            checkpoint.write_json(moved / ending.END, end | {"restarts": [], "asked": self.asked})
 
     def _attempts(self, claim: runfolder.Claim) -> dict:
         """Start the ranks until they finish, are stopped, or die once too often. The last end, with the restarts before it."""
@@ -90,7 +103,7 @@ class Supervisor:
         in_a_row, newest = 0, self._newest()
         while True:
             if restarts:
-                claim.begin(self.command)
+                claim.begin(self.command, restarts=len(restarts))
             end = self._attempt(claim)
             in_a_row, newest = (1 if self._newest() != newest else in_a_row + 1), self._newest()
             if restarts and end["verdict"] == ending.REFUSED:  # not the start that somebody is waiting for
@@ -145,7 +158,7 @@ class Supervisor:
         while True:
             code = self.workers.exit_code()
             self._relay()
-            claim.check()
+            claim.check(at_once=code is not None)
             if code is not None:
                 return code
             flight = blackbox.read(self.memory / "rank-0")
@@ -268,6 +281,7 @@ class Supervisor:
         except OSError as error:
             refusal = f"graphcap: end.json cannot be written ({error}); it would say: {end}\n"
         if end["verdict"] != ending.FINISHED:
+            claim.note(ending.headline(end))
             text = "\n".join(["graphcap: " + ending.headline(end), *ending.lines(end)[1:]])
             while_there(lambda: print(refusal + text, file=sys.stderr))
         on_end(self.recipe)

@@ -242,12 +242,12 @@ def _columns(stream) -> int:
 def _in_words(record: dict) -> str:
     shown = (("loss", "loss {:.3f}"), ("block_match", "block_match {:.2f}"))
     words = [form.format(record[name]) for name, form in shown if record.get(name) is not None]
-    if shares := [share for share in record.get("match_share") or [] if share is not None]:
-        words.append("slots " + " ".join(f"{share:.0%}".rstrip("%") for share in shares[:8]) + " %")
     if record.get("tokens_per_s") is not None:
         words.append(f"{record['tokens_per_s']:,.0f} tokens/s")
     if record.get("bucket"):
         words.append(f"bucket {record['bucket']}")
+    if shares := [share for share in record.get("match_share") or [] if share is not None]:  # last: a narrow terminal cuts them
+        words.append("slots " + " ".join(f"{share:.0%}".rstrip("%") for share in shares[:8]) + " %")
     return ", ".join(words)
 
 

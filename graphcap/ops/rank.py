@@ -20,6 +20,7 @@ from graphcap.config import Recipe
 from graphcap.errors import ConfigError, GraphcapError
 from graphcap.ops import blackbox, checkpoint, ending, faults, records, runfolder
 
+ON_END_S = 20
 NOT_AGAIN = 4  # exit code of a rank, to its supervisor: another start would end the same way
 SUPERVISOR = "GRAPHCAP_SUPERVISOR"  # variable that tells a rank its supervisor's process id
 BEFORE_TRAINING = ("start-up", "load target", "load data", "compile", "audit", "capture", "load state", "reserve")
@@ -180,10 +181,15 @@ def on_end(recipe: Recipe) -> None:
     if not recipe.run.on_end:
         return
     command = [*shlex.split(recipe.run.on_end), str(recipe.folder / ending.END)]
+    said = ""
     try:
-        done = subprocess.run(command, timeout=60, check=False, stdin=subprocess.DEVNULL)
-        said = f"exit code {done.returncode}" if done.returncode else ""
-    except (OSError, subprocess.TimeoutExpired) as error:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        said = f"exit code {process.wait(ON_END_S)}" if process.wait(ON_END_S) else ""
+    except subprocess.TimeoutExpired:
+        said = f"took longer than {ON_END_S} s"
+        os.killpg(process.pid, signal.SIGKILL)  # and what it has started
+        process.wait()
+    except OSError as error:
         said = str(error)
     if said:
         print(f"graphcap: run.on_end '{recipe.run.on_end}': {said}", file=sys.stderr)

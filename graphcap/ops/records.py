@@ -4,6 +4,7 @@ Calls: ops/rank.py, ops/launch.py, ops/runfolder.py, ops/status.py. Loads no tor
 """
 
 import contextlib
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 from graphcap.ops import blackbox, checkpoint, ending, faults
@@ -40,8 +41,18 @@ def conclude(folder: Path, start: dict) -> dict:
         keep(folder, memory)
     supervised = start.get("supervised", True)
     end = ending.of_exit(folder, code=None, command=start["command"], supervised=supervised)
-    end |= {"restarts": [], "asked": [], "concluded": True}
+    end |= {"when": _last_heard(folder), "restarts": [], "asked": [], "concluded": True}
     with contextlib.suppress(OSError):
         checkpoint.write_json(folder / ending.END, end)
         forget(memory)
     return end
+
+
+def _last_heard(folder: Path) -> str:
+    """When the run's record says that it last began something: about when it died. Else now."""
+    now, flights = datetime.now(timezone.utc), blackbox.flights(folder)
+    if flights and flights[0].boot == blackbox.boot_id():
+        now -= timedelta(seconds=min(flight.silent_s for flight in flights))
+    elif times := [path.stat().st_mtime for path in folder.glob(f"rank-*/{blackbox.FILE}")]:
+        now = datetime.fromtimestamp(max(times), timezone.utc)
+    return now.isoformat(timespec="seconds")

@@ -98,20 +98,26 @@ class Claim:
         if self.previous is None and start is not None:
             self.previous = records.conclude(self.folder, start)  # killed with its supervisor, and nobody has asked since
         if self.previous is not None:
-            self._note(f"before    {ending.headline(self.previous)}")
+            self.note(f"before    {ending.headline(self.previous)}")
         self.begin(command)
 
-    def _note(self, line: str) -> None:
+    def note(self, line: str) -> None:
         """One more line in run.log, which is never cut."""
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         with contextlib.suppress(OSError), open(self.folder / LOG, "a", encoding="utf-8") as log:
             log.write(f"{now} {line}\n")
 
-    def begin(self, command: str) -> None:
-        """A start: nothing of an earlier one may be taken for this one's."""
+    def begin(self, command: str, *, restarts: int = 0) -> None:
+        """A start: nothing of an earlier one may be taken for this one's. restarts: how many came before it."""
         checkpoint.write_json(
             self.folder / ending.START,
-            {"version": 1, "command": ending.hidden(command), "supervised": self.supervised, **blackbox.identity()},
+            {
+                "version": 1,
+                "command": ending.hidden(command),
+                "supervised": self.supervised,
+                "restarts": restarts,
+                **blackbox.identity(),
+            },
         )
         (self.folder / ending.END).unlink(missing_ok=True)
         for name in (blackbox.FILE, faults.TRACEBACK):
@@ -138,10 +144,10 @@ class Claim:
                 folder.rmdir()
         return True
 
-    def check(self) -> None:
+    def check(self, *, at_once: bool = False) -> None:
         """Raises: ConfigError if the folder is no longer the one claimed: somebody removed, replaced or renamed it.
 
-        What a network file system says for a moment, and any other refusal, is not that.
+        What a network file system says for a moment, and any other refusal, is not that; at_once: nobody can wait and see.
         """
         try:
             there = os.path.samestat(os.fstat(self._lock.fileno()), os.stat(self.folder / ".lock"))
@@ -151,7 +157,7 @@ class Claim:
             return
         now = time.monotonic()
         self._missing_since = 0.0 if there else self._missing_since or now
-        if there or now - self._missing_since < GONE_S:
+        if there or (now - self._missing_since < GONE_S and not at_once):
             return
         raise ConfigError(
             "run's folder",
@@ -161,6 +167,14 @@ class Claim:
             cause="somebody removed or renamed it, so the run was ended",
             fix="put it back if it was renamed, then give the same command again",
         )
+
+    def moved_to(self) -> Path | None:
+        """Where the folder is now, if somebody has renamed it; None if it is gone."""
+        try:
+            lock = Path(os.readlink(f"/proc/self/fd/{self._lock.fileno()}"))
+        except OSError:
+            return None
+        return lock.parent if lock.exists() else None
 
     def close(self) -> None:
         self._lock.close()

@@ -55,7 +55,7 @@ def status_of(folder: Path) -> dict:
     here = start is not None and start["boot"] == blackbox.boot_id().hex()
     claimed = end is None and runfolder.is_claimed(folder)
     if end is None and here and (claimed or blackbox.lives(start) or any(flight.alive for flight in ranks)):
-        return _running(folder, ranks, watched=claimed or blackbox.lives(start))
+        return _running(folder, ranks, watched=claimed or blackbox.lives(start), restarts=start.get("restarts", 0))
     if end is None and not here and (claimed or _heard_s(folder) < ELSEWHERE_S):
         heard = "" if claimed else f", heard of {_heard_s(folder):.0f} s ago"
         lines = [f"running · on another node{heard}; ask `graphcap status` there"]
@@ -74,7 +74,7 @@ def _heard_s(folder: Path) -> float:
     return max(0.0, time.time() - max(times)) if times else float("inf")
 
 
-def _running(folder: Path, ranks: list[Flight], *, watched: bool) -> dict:
+def _running(folder: Path, ranks: list[Flight], *, watched: bool, restarts: int) -> dict:
     first = ranks[0] if ranks else None
     if first is None:
         lines = ["running · starting"]
@@ -86,7 +86,8 @@ def _running(folder: Path, ranks: list[Flight], *, watched: bool) -> dict:
     slow = slowest.phase in (*rank.BEFORE_TRAINING, *rank.AFTER_TRAINING, "save")
     hangs = f" · rank {slowest.rank} has begun nothing for {silent:.0f} s" if silent > SILENT_S and not slow else ""
     alone = "" if watched else " · its supervisor is gone"
-    lines = [f"running · {where} · {slowest.phase}{hangs}{alone}"]
+    again = f" · restart {restarts}" if restarts else ""
+    lines = [f"running · {where} · {slowest.phase}{again}{hangs}{alone}"]
     if shown.get("loss") is not None:
         speed = f"{shown['tokens_per_s']:,.0f} tokens/s"
         lines.append(f"  training   loss {shown['loss']:.3f}, block_match {shown['block_match']:.2f}, {speed}")

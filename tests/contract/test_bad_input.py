@@ -48,6 +48,7 @@ def assert_refused(place: Path, tmp_path: Path, overrides: list[str], words: lis
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
+        (["run.on_end=echo 'x"], ["'run.on_end'", "close its quotes"]),
         (["drafter.mask_token=<nowhere>"], ["'drafter.mask_token'", "'<nowhere>'"]),
         (["drafter.mask_token=<|im_end|>"], ["'drafter.mask_token'", "a.jsonl line 1", "no text contains"]),
         (["drafter.target_layer_ids=1,1"], ["'drafter.target_layer_ids'", "[1, 1]", "none twice"]),

@@ -134,6 +134,19 @@ def test_a_resume_with_another_target_is_refused_and_a_warm_start_says_so(small,
     assert "expected the target that the run began with (tiny, fingerprint" in said, said
 
 
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_begins_nothing(copied, tmp_path, capsys):
+    again = tmp_path / "again.toml"
+    again.write_text(
+        (copied / "config.toml").read_text().replace('name = "a"', 'name = "run"').replace("max_updates = 3", "max_updates = 4")
+    )
+    for path in (copied / "checkpoints").iterdir():
+        (path / WEIGHTS).write_bytes(b"")
+    before = sorted(str(path) for path in (copied / "checkpoints").rglob("*"))
+    said = refused(capsys, "train", str(again), f"run.out={tmp_path}", "--here")
+    assert "expected a complete one to go on from, got update-00000003: model.safetensors" in said, said
+    assert sorted(str(path) for path in (copied / "checkpoints").rglob("*")) == before
+
+
 def test_a_dry_run_says_what_the_run_needs_and_leaves_no_file(small, tmp_path, capsys):
     assert cli.main(["train", *small, f"run.out={tmp_path}", "--dry-run"]) == 0
     said = capsys.readouterr().out

@@ -283,7 +283,7 @@ def test_without_a_terminal_there_is_a_line_now_and_then_and_one_at_the_end(caps
             shown.update(train_record(update) | {"loss": 2.5, "match_share": [0.5, None, 0.066]})
         shown.say("a line said")
     assert stream.getvalue().splitlines() == [
-        f"update {n}/1000, loss 2.500, block_match 1.50, slots 50 7 %, 12,346 tokens/s, bucket 512/80" for n in (1, 1000)
+        f"update {n}/1000, loss 2.500, block_match 1.50, 12,346 tokens/s, bucket 512/80, slots 50 7 %" for n in (1, 1000)
     ]
     assert capsys.readouterr().out == "a line said\n"
     shown.close()

@@ -2,10 +2,12 @@
 
 import json
 import os
+import struct
 import subprocess
 import sys
 import threading
 import time
+from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
@@ -175,7 +177,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=False)
     lines = status.status_of(folder)["lines"]
     assert lines[0].startswith(
-        "dead · rank 0 (GPU 6) · killed together with its supervisor: SIGKILL, a container's end, or power"
+        "dead · rank 0 (GPU 6) · killed together with its supervisor: SIGKILL, a crash, a container's end, or power"
     )
     assert "at update 1,204, bucket 8192/1024, replay" in lines[0]
     end = ending.read(folder, ending.END)
@@ -287,7 +289,7 @@ def test_a_reader_never_sees_a_record_that_is_being_written_as_one_silent_since_
         ("Fatal Python error: Segmentation fault\n\nThread 0x1 (most recent call first):\n", "SIGSEGV at update 1,204"),
         ("Timeout (0:05:00)!\nThread 0x1 (most recent call first):\n", "deadline: it began nothing for too long at update"),
         ("Thread 0x1 (most recent call first):\n  File x\n", "SIGTERM at update 1,204"),
-        ("", "killed: SIGKILL, a container's end, or power at update 1,204"),
+        ("", "killed: SIGKILL, a crash, a container's end, or power at update 1,204"),
     ],
 )
 def test_a_process_without_a_supervisor_is_told_by_its_traceback(folder, text, words):
@@ -342,10 +344,35 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_an_end_that_is_not_whole_counts_as_none(folder):
     started(folder, alive=False)
-    for damaged in ("{", "[]", '{"verdict": "finished"}'):
+    whole = ending.of_exit(folder, code=-9, command=COMMAND)
+    changed = ({"update": "x"}, {"checkpoint": "../x"}, {"memory": {"host_share": "a"}}, {"stderr": [3]}, {"rank": None})
+    for damaged in ("{", "[]", '{"verdict": "finished"}', *(json.dumps(whole | change) for change in changed)):
         (folder / ending.END).write_text(damaged)
-        assert ending.read(folder, ending.END) is None
+        assert ending.read(folder, ending.END) is None, damaged
+        assert status.status_of(folder)["verdict"] == "dead"
+        (folder / ending.END).unlink()
+    (folder / ending.END).mkdir()
     assert status.status_of(folder)["verdict"] == "dead"
+
+
+def test_a_run_whose_end_was_lost_after_it_finished_has_finished_and_ended_when_it_was_last_heard_of(folder):
+    started(folder, alive=False)
+    record = recorder(folder)
+    record.note("finished")
+    record._lay(blackbox.NOW_AT + 8 * 7, struct.pack("<d", time.monotonic() - 7200))  # its last beat
+    record._lay(24, struct.pack("<Q", 1))  # a process that started at another time: it is gone
+    lines = status.status_of(folder)["lines"]
+    assert lines[0] == "finished · 1,200 updates"
+    ended = datetime.fromisoformat(lines[1].split()[1])
+    assert 7100 < (datetime.now(timezone.utc) - ended).total_seconds() < 7300
+
+
+def test_a_running_run_that_was_started_again_says_how_often(folder):
+    started(folder, alive=True)
+    recorder(folder)
+    document = ending.read(folder, ending.START)
+    checkpoint.write_json(folder / ending.START, document | {"restarts": 2})
+    assert status.status_of(folder)["lines"][0] == "running · update 1,204 of 9,000 · replay · restart 2"
 
 
 def test_a_folder_that_is_away_for_a_moment_is_not_gone(tmp_path, monkeypatch):
