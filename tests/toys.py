@@ -355,7 +355,7 @@ def fitted() -> "Fitted":
     replies = [decode_plain(target, prompt, max_new_tokens=20, stop_ids=set()).token_ids for prompt in prompts]
     drafter = Drafter(drafter_config(target_layer_ids=(0, 1, 3)))
     drafter.initialize(seed)
-    _fit(tiny_target(seed, taps=(0, 1, 3)), drafter, list(zip(prompts, replies))[:4])
+    fit(tiny_target(seed, taps=(0, 1, 3)), drafter, list(zip(prompts, replies))[:4])
     return Fitted(target, drafter.double(), prompts, replies)
 
 
@@ -369,9 +369,9 @@ class Fitted:
     replies: list[list[int]]
 
 
-def _fit(target: Target, drafter: Drafter, texts: list[tuple[list[int], list[int]]]) -> None:
+def fit(target: Target, drafter: Drafter, texts: list[tuple[list[int], list[int]]], *, num_updates: int = 60) -> None:
     """Some updates on one row of all texts; a supervised token is one of a reply."""
-    step = make_step(target, drafter, num_updates=60, learning_rate=1e-2)
+    step = make_step(target, drafter, num_updates=num_updates, learning_rate=1e-2)
     arrays = {
         "token_ids": [token for prompt, reply in texts for token in prompt + reply],
         "position": [place for prompt, reply in texts for place in range(len(prompt) + len(reply))],
@@ -381,5 +381,5 @@ def _fit(target: Target, drafter: Drafter, texts: list[tuple[list[int], list[int
     arrays["anchors"] = [i for i in range(len(supervised) - 1) if supervised[i] and supervised[i + 1]]
     engine, (bucket,) = make_engine(step, (len(supervised), len(arrays["anchors"])))
     row = {name: np.array(values, np.int32) for name, values in arrays.items()}
-    for _ in range(60):
+    for _ in range(num_updates):
         run_update(engine, [(bucket, row)])

@@ -2,7 +2,8 @@
 
 The caches are as long as the longest sequence; which keys count follows from a length that lives on the device, so one
 graph serves every step of every prompt. A rejected draft stays in the caches behind the length, unseen, until it is
-overwritten. The prompt's forward has the prompt's shape and is launched from Python.
+overwritten. The prompt's forward has the prompt's shape and is launched from Python. Above temperature 0 the graphs read
+uniform numbers that the host writes before each replay, in the order in which the eager steps draw them.
 
 Calls: eval.py. The same three steps, launched from Python, are model/decode.EagerSteps.
 """
@@ -14,9 +15,9 @@ from einops import rearrange
 from torch import Tensor
 
 from graphcap.engine.capture import Capturer
-from graphcap.model.blocks import leading_matches
-from graphcap.model.decode import largest
+from graphcap.model.decode import Verification, lead_of
 from graphcap.model.drafter import Drafter
+from graphcap.model.sampling import GREEDY, Sampling, choose, propose, uniforms, verify
 from graphcap.model.target import KeyValueCache, Target
 
 
@@ -53,8 +54,9 @@ def masked_attention(q_HNC: Tensor, k_GSC: Tensor, v_GSC: Tensor, mask_NS: Tenso
 class FixedSteps:
     """The steps of decoding at fixed shapes. Captured on a GPU; elsewhere the same functions run as they are."""
 
-    def __init__(self, target: Target, drafter: Drafter, *, max_length: int) -> None:
+    def __init__(self, target: Target, drafter: Drafter, *, max_length: int, sampling: Sampling = GREEDY) -> None:
         """max_length: tokens of the longest prompt, its reply and one block."""
+        self.sampling, self.generator = sampling, None
         self.target, self.drafter, device = target, drafter, target.head_VD.device
         self.max_length, self.block_size = max_length, drafter.config.block_size
         self.cache = KeyValueCache(max_length)
@@ -63,9 +65,12 @@ class FixedSteps:
         self.token_1 = torch.zeros(1, dtype=torch.int64, device=device)  # the token behind them
         self.block_K = torch.full((self.block_size,), drafter.config.mask_token_id, device=device)
         self.plain_result = torch.zeros(2, dtype=torch.float64, device=device)  # token, lead over the second largest
-        self.block_result = torch.zeros(self.block_size + 1, dtype=torch.int64, device=device)  # choices, leading matches
+        self.block_result = torch.zeros(2 * self.block_size, dtype=torch.int64, device=device)  # tokens, drafts, kept drafts
+        shape = (self.block_size - 1, target.head_VD.shape[0])  # the draft's graph writes it, the verification's reads it
+        self.draft_logits_JV = torch.zeros(shape, dtype=target.head_VD.dtype, device=device)
+        self.uniform_2K = torch.zeros(2, self.block_size, dtype=torch.float64, device=device)  # for verifying, for drafting
         self.offset_K = torch.arange(self.block_size, device=device)
-        self.prefill([0, 0])  # allocates the caches
+        self.prefill([0, 0], torch.Generator())  # allocates the caches
         self._capturer, self._plain, self._draft, self._verify = None, self._plain_step, self._draft_step, self._verify_step
         if device.type == "cuda":
             self._capture(device)
@@ -88,9 +93,12 @@ class FixedSteps:
             self._capturer.close()
 
     @torch.no_grad()
-    def prefill(self, prompt_ids: list[int]) -> tuple[int, float]:
-        """The reply's first token, and how far its logit is above the second largest."""
-        self.cache.length = 0
+    def prefill(self, prompt_ids: list[int], generator: torch.Generator | None = None) -> tuple[int, float]:
+        """The reply's first token, and how far the largest logit is above the second.
+
+        generator: of this reply's uniform numbers; needed above temperature 0.
+        """
+        self.generator, self.cache.length = generator, 0
         token_ids = torch.tensor(prompt_ids, device=self.length.device)
         logits, features = self.target.extend(token_ids, self.cache, last_only=True)
         new = self.drafter.context(features, torch.arange(len(prompt_ids), device=token_ids.device))
@@ -105,18 +113,26 @@ class FixedSteps:
             kept[0][:, : len(prompt_ids)] = added[0]
             kept[1][:, : len(prompt_ids)] = added[1]
         self.length.fill_(len(prompt_ids))
-        token_id, lead = largest(logits)
-        self.token_1.fill_(token_id)
-        return token_id, lead
+        self._write_uniforms(1, 1)
+        self.token_1.copy_(choose(logits, self.sampling, self.uniform_2K[:1, :1])[0])
+        return int(self.token_1), lead_of(logits).item()
+
+    def _write_uniforms(self, rows: int, columns: int) -> None:
+        """The next uniform numbers of this reply into their buffer; at temperature 0 nobody reads it."""
+        if self.sampling.temperature > 0:
+            assert self.generator is not None, "prefill gets a generator above temperature 0"
+            self.uniform_2K[:rows, :columns] = uniforms(self.generator, rows, columns)
 
     def plain(self, token_id: int) -> tuple[int, float]:
-        """The next token and its lead; `token_id` is the one the step before returned."""
+        """The next token and the largest logit's lead; `token_id` is the one the step before returned."""
+        self._write_uniforms(1, 1)
         self._plain()
         token, lead = self.plain_result.tolist()
         return int(token), lead
 
-    def speculative(self, token_id: int) -> tuple[list[int], int, float]:
-        """One draft and verification: the target's K choices, leading matches, and the draft's seconds."""
+    def speculative(self, token_id: int) -> Verification:
+        """One draft and verification; `token_id` is the one the step before returned."""
+        self._write_uniforms(2, self.block_size)
         timed = self._capturer is not None
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if timed else []
         if timed:
@@ -125,15 +141,15 @@ class FixedSteps:
         if timed:
             events[1].record()
         self._verify()
-        *chosen, matches = self.block_result.tolist()
-        return chosen, matches, events[0].elapsed_time(events[1]) / 1e3 if timed else 0.0
+        *tokens, matches = self.block_result.tolist()
+        draft_s = events[0].elapsed_time(events[1]) / 1e3 if timed else 0.0
+        return Verification(tokens[: self.block_size], matches, tokens[self.block_size :], draft_s)
 
     @torch.no_grad()
     def _plain_step(self) -> None:
         logits, _ = self.target.extend(self.token_1, FixedCache(self.cache, self.length[None]))
-        top = logits[-1].topk(2)
-        self.plain_result.copy_(torch.stack((top.indices[0].double(), (top.values[0] - top.values[1]).double())))
-        self.token_1.copy_(top.indices[:1])
+        self.token_1.copy_(choose(logits, self.sampling, self.uniform_2K[:1, :1])[0])
+        self.plain_result.copy_(torch.stack((self.token_1[0].double(), lead_of(logits).double())))
         self.length.add_(1)
 
     @torch.no_grad()
@@ -148,17 +164,19 @@ class FixedSteps:
             self.context,
             lambda q, k, v: masked_attention(q, k, v, mask_KS, self.drafter.scale),
         )
-        self.block_K[1:] = (hidden_KD[1:] @ self.target.head_VD.T).argmax(dim=-1)
+        logits_JV = hidden_KD[1:] @ self.target.head_VD.T
+        self.block_K[1:] = propose(logits_JV, self.sampling, self.uniform_2K[1:, :-1])[0]
+        if self.sampling.draws_drafts:
+            self.draft_logits_JV.copy_(logits_JV)
 
     @torch.no_grad()
     def _verify_step(self) -> None:
         position_K = self.length + self.offset_K
         logits, features = self.target.extend(self.block_K, FixedCache(self.cache, position_K))
-        chosen_K = logits.argmax(dim=-1)
-        matches = leading_matches((self.block_K[1:] == chosen_K[:-1])[None])
+        tokens, matches = verify(self.block_K[None, 1:], self.draft_logits_JV, logits, self.sampling, self.uniform_2K[:1])
         for kept, added in zip(self.context, self.drafter.context(features, position_K), strict=True):
             kept[0].index_copy_(1, position_K, added[0])
             kept[1].index_copy_(1, position_K, added[1])
-        self.block_result.copy_(torch.cat((chosen_K, matches)))
-        self.token_1.copy_(chosen_K[matches])
+        self.block_result.copy_(torch.cat((tokens[0], self.block_K[1:], matches)))
+        self.token_1.copy_(tokens[0, matches])
         self.length.add_(matches[0] + 1)

@@ -1,17 +1,19 @@
-"""Decoding one sequence: plain greedy, speculative with a drafter, and prompt lookup as the baseline without a model.
+"""Decoding one sequence: plain, speculative with a drafter, and prompt lookup as the baseline without a model.
 
-Speculative decoding is exact at temperature 0: a draft is kept only while it is the target's own choice. This file knows
-no graph. Calls: eval.py, tests.
+Speculative decoding is exact: at temperature 0 it commits plain decoding's tokens, above it tokens of plain sampling's
+distribution (sampling.py). This file knows no graph. Calls: eval.py, tests.
 Source: z-lab/dflash 44947fb, dflash_generate, for the order of steps.
 """
 
 import time
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from graphcap.model.drafter import Drafter
+from graphcap.model.sampling import GREEDY, Sampling, choose, propose, uniforms, verify
 from graphcap.model.target import KeyValueCache, Target
 
 
@@ -22,10 +24,20 @@ class Reply:
     token_ids: list[int] = field(default_factory=list)
     committed: list[int] = field(default_factory=list)  # tokens each verification added, cut at the stop token and limit
     accepted: list[int] = field(default_factory=list)  # leading matches + 1 of each verification, not cut
+    rejected: list[list[int]] = field(default_factory=list)  # drafts each verification refused
     gaps: list[float] = field(default_factory=list)  # largest minus second largest logit of each token, plain decoding only
     prefill_s: float = 0.0
     decode_s: float = 0.0  # all tokens after the first
     draft_s: float = 0.0  # of decode_s, the drafter's part
+
+
+class Verification(NamedTuple):
+    """What a speculative step gave. tokens: K, of which the first `matches` + 1 are committed."""
+
+    tokens: list[int]
+    matches: int
+    drafted: list[int]
+    draft_s: float
 
 
 class DrafterCache:
@@ -53,8 +65,8 @@ class DrafterCache:
         return [(k[:, : self.length], v[:, : self.length]) for k, v in self.layers]
 
 
-def draft(drafter: Drafter, target: Target, cache: DrafterCache, token_id: int) -> Tensor:
-    """The drafter's K-1 most likely tokens after `token_id`, which stands right behind the cached context: int64 [K-1]."""
+def draft_logits(drafter: Drafter, target: Target, cache: DrafterCache, token_id: int) -> Tensor:
+    """The drafter's logits of the K-1 tokens after `token_id`, which stands right behind the cached context: [K-1, V]."""
     config, device = drafter.config, target.head_VD.device
     token_ids_K = torch.full((config.block_size,), config.mask_token_id, device=device)
     token_ids_K[0] = token_id
@@ -67,7 +79,7 @@ def draft(drafter: Drafter, target: Target, cache: DrafterCache, token_id: int) 
         ]
 
     hidden_KD = drafter(target.embed(token_ids_K), position_K, cache.context(), attend)
-    return (hidden_KD[1:] @ target.head_VD.T).argmax(dim=-1)
+    return hidden_KD[1:] @ target.head_VD.T
 
 
 class EagerSteps:
@@ -76,54 +88,74 @@ class EagerSteps:
     engine/decoding.py has the same three as replayed graphs.
     """
 
-    def __init__(self, target: Target, drafter: Drafter | None, *, max_length: int) -> None:
-        """drafter: None if only plain steps are taken. max_length: tokens of prompt, reply and one block."""
-        self.target, self.drafter, self.device = target, drafter, target.head_VD.device
+    def __init__(self, target: Target, drafter: Drafter | None, *, max_length: int, sampling: Sampling = GREEDY) -> None:
+        """drafter: None if only plain steps are taken. max_length: tokens of the longest prompt, its reply and one block."""
+        self.target, self.drafter, self.device, self.sampling = target, drafter, target.head_VD.device, sampling
         self.cache, self.drafter_cache = KeyValueCache(max_length), DrafterCache(max_length)
+        self.generator: torch.Generator | None = None
 
     @torch.no_grad()
-    def prefill(self, prompt_ids: list[int]) -> tuple[int, float]:
-        """The reply's first token, and how far its logit is above the second largest."""
+    def prefill(self, prompt_ids: list[int], generator: torch.Generator | None = None) -> tuple[int, float]:
+        """The reply's first token, and how far the largest logit is above the second. Whatever was cached is forgotten.
+
+        generator: of this reply's uniform numbers; needed above temperature 0.
+        """
+        self.generator, self.cache.length, self.drafter_cache.length = generator, 0, 0
         logits, features = self.target.extend(torch.tensor(prompt_ids, device=self.device), self.cache, last_only=True)
         self.cache.length = len(prompt_ids)
         if self.drafter is not None:
             self.drafter_cache.append(self.drafter, features)
-        return largest(logits)
+        return int(choose(logits, self.sampling, self._uniforms(1, 1))), lead_of(logits).item()
 
     @torch.no_grad()
     def plain(self, token_id: int) -> tuple[int, float]:
-        """The token after `token_id`, and its lead over the second largest logit."""
+        """The token after `token_id`, and the largest logit's lead over the second."""
         logits, _ = self.target.extend(torch.tensor([token_id], device=self.device), self.cache)
         self.cache.length += 1
-        return largest(logits)
+        return int(choose(logits, self.sampling, self._uniforms(1, 1))), lead_of(logits).item()
 
     @torch.no_grad()
-    def speculative(self, token_id: int) -> tuple[list[int], int, float]:
-        """One draft and verification behind `token_id`: the target's K choices, leading matches, and the draft's seconds."""
-        begin = time.perf_counter()
-        drafted = draft(self.drafter, self.target, self.drafter_cache, token_id)
-        proposed = drafted.tolist()
+    def speculative(self, token_id: int) -> Verification:
+        """One draft and verification behind `token_id`."""
+        begin, block_size = time.perf_counter(), self.drafter.config.block_size
+        verify_1K, draft_1K = self._uniforms(2, block_size).split(1)
+        proposal = draft_logits(self.drafter, self.target, self.drafter_cache, token_id)
+        drafted = propose(proposal, self.sampling, draft_1K[:, :-1])
+        proposed = drafted[0].tolist()
         draft_s = time.perf_counter() - begin
-        block = torch.cat((torch.tensor([token_id], device=self.device), drafted))
+        block = torch.cat((torch.tensor([token_id], device=self.device), drafted[0]))
         logits, features = self.target.extend(block, self.cache)
-        chosen = logits.argmax(dim=-1).tolist()
-        matches = leading_match_count(proposed, chosen)
+        tokens, kept = verify(drafted, proposal, logits, self.sampling, verify_1K)
+        matches = int(kept)
         self.cache.length += matches + 1
         self.drafter_cache.append(self.drafter, features[: matches + 1])
-        return chosen, matches, draft_s
+        return Verification(tokens[0].tolist(), matches, proposed, draft_s)
+
+    def _uniforms(self, rows: int, columns: int) -> Tensor:
+        """The next uniform numbers of this reply; at temperature 0 nobody reads them."""
+        if self.sampling.temperature == 0:
+            return torch.zeros(rows, columns, dtype=torch.float64, device=self.device)
+        assert self.generator is not None, "prefill gets a generator above temperature 0"
+        return uniforms(self.generator, rows, columns).to(self.device)
 
 
-def largest(logits_SV: Tensor) -> tuple[int, float]:
-    """The last row's most likely token, and how far its logit is above the second largest."""
-    top = logits_SV[-1].topk(2)
-    return int(top.indices[0]), float(top.values[0] - top.values[1])
+def lead_of(logits_SV: Tensor) -> Tensor:
+    """How far the last row's largest logit is above the second largest, []."""
+    top = logits_SV[-1].topk(2).values
+    return top[0] - top[1]
 
 
-def decode_plain(target: Target, prompt_ids: list[int], *, max_new_tokens: int, stop_ids: set[int], steps=None) -> Reply:
-    """Greedy decoding, one token a forward. steps: EagerSteps by default, or another way to take the same steps."""
+def decode_plain(
+    target: Target, prompt_ids: list[int], *, max_new_tokens: int, stop_ids: set[int], steps=None, generator=None
+) -> Reply:
+    """Decoding without a drafter, one token a forward.
+
+    steps: greedy EagerSteps by default; others take the same steps another way, or at another temperature. generator: of
+    the uniform numbers, for steps above temperature 0.
+    """
     steps = steps or EagerSteps(target, None, max_length=len(prompt_ids) + max_new_tokens + 1)
     reply, begin = Reply(), time.perf_counter()
-    token_id, gap = steps.prefill(prompt_ids)
+    token_id, gap = steps.prefill(prompt_ids, generator)
     reply.token_ids, reply.gaps = [token_id], [gap]
     reply.prefill_s, begin = time.perf_counter() - begin, time.perf_counter()
     while len(reply.token_ids) < max_new_tokens and reply.token_ids[-1] not in stop_ids:
@@ -135,20 +167,31 @@ def decode_plain(target: Target, prompt_ids: list[int], *, max_new_tokens: int, 
 
 
 def decode_speculative(
-    target: Target, drafter: Drafter, prompt_ids: list[int], *, max_new_tokens: int, stop_ids: set[int], steps=None
+    target: Target,
+    drafter: Drafter,
+    prompt_ids: list[int],
+    *,
+    max_new_tokens: int,
+    stop_ids: set[int],
+    steps=None,
+    generator=None,
 ) -> Reply:
-    """Greedy speculative decoding: draft a block, verify it in one target forward, keep the leading matches and one more."""
+    """Speculative decoding: draft a block, verify it in one target forward, keep the leading drafts and one token more.
+
+    steps, generator: as for `decode_plain`.
+    """
     steps = steps or EagerSteps(target, drafter, max_length=len(prompt_ids) + max_new_tokens + drafter.config.block_size + 1)
     reply, begin = Reply(), time.perf_counter()
-    reply.token_ids = [steps.prefill(prompt_ids)[0]]
+    reply.token_ids = [steps.prefill(prompt_ids, generator)[0]]
     reply.prefill_s, begin = time.perf_counter() - begin, time.perf_counter()
     while len(reply.token_ids) < max_new_tokens and reply.token_ids[-1] not in stop_ids:
-        chosen, matches, draft_s = steps.speculative(reply.token_ids[-1])
-        kept = cut(chosen[: matches + 1], stop_ids=stop_ids, room=max_new_tokens - len(reply.token_ids))
+        step = steps.speculative(reply.token_ids[-1])
+        kept = cut(step.tokens[: step.matches + 1], stop_ids=stop_ids, room=max_new_tokens - len(reply.token_ids))
         reply.token_ids += kept
-        reply.accepted.append(matches + 1)
+        reply.accepted.append(step.matches + 1)
         reply.committed.append(len(kept))
-        reply.draft_s += draft_s
+        reply.rejected.append(step.drafted[step.matches :])
+        reply.draft_s += step.draft_s
     reply.decode_s = time.perf_counter() - begin
     return reply
 
@@ -198,7 +241,9 @@ def walk(matches: dict[int, int], first: int, last: int) -> list[int]:
     """Tokens a decode would commit at each verification of a document that the target wrote itself.
 
     matches: leading matches of the block at each anchor. first: the reply's first token, which comes with the prompt.
-    last: the reply's last token. The next anchor stands matches + 1 further on.
+    last: the reply's last token. The next anchor stands matches + 1 further on. The last block is cut where the reply ends,
+    as decoding cuts `Reply.committed` at the stop token or the limit; these two lists are therefore equal, while the last
+    entry of `Reply.accepted` may be larger.
     """
     committed, anchor = [], first
     while anchor < last:

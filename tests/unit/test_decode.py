@@ -11,7 +11,7 @@ from graphcap.model.decode import (
     cut,
     decode_plain,
     decode_speculative,
-    draft,
+    draft_logits,
     leading_match_count,
     prompt_lookup_committed,
     walk,
@@ -178,7 +178,7 @@ def test_a_draft_is_what_the_training_forward_would_predict_at_this_anchor():
     with torch.no_grad():
         for start, end in ((0, 9), (9, 10), (10, 14)):
             cache.append(drafter, features[start:end])
-        ours = draft(drafter, target, cache, int(ids[14]))
+        ours = draft_logits(drafter, target, cache, int(ids[14])).argmax(-1)
         embeddings = target.embed(torch.tensor([int(ids[14])] + [MASK_ID] * (BLOCK - 1)))
         hidden = drafter(
             embeddings,

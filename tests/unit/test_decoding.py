@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from graphcap.engine.decoding import FixedSteps
-from graphcap.model.decode import decode_plain, decode_speculative
+from graphcap.model.decode import EagerSteps, decode_plain, decode_speculative
+from graphcap.model.sampling import Sampling, generator_of
 from tests.toys import VOCAB, fitted, fresh_seed, random_drafter, tiny_target
 
 LIMIT = 20
@@ -42,6 +43,33 @@ def test_fixed_shapes_keep_a_good_drafters_accepted_lengths():
         assert fixed.accepted == eager.accepted and fixed.token_ids == eager.token_ids
         accepted += fixed.accepted
     assert max(accepted) > 1, "a drafter that is never right tests nothing"
+
+
+@pytest.mark.parametrize("rule", ["match", "sampled"])
+def test_fixed_shapes_sample_the_same_tokens_from_the_same_uniform_numbers(rule):
+    toy = fitted()
+    sampling = Sampling(temperature=1.5, rule=rule)
+    eager = EagerSteps(toy.target, toy.drafter, max_length=96, sampling=sampling)
+    fixed = FixedSteps(toy.target, toy.drafter, max_length=96, sampling=sampling)
+    accepted, texts = [], set()
+    for number, prompt in enumerate(toy.prompts):
+
+        def reply(steps, way, *who, seed=4, prompt=prompt, number=number):
+            generator = generator_of(seed, number)
+            return way(*who, prompt, max_new_tokens=LIMIT, stop_ids={3}, steps=steps, generator=generator)
+
+        plain = [reply(steps, decode_plain, toy.target).token_ids for steps in (eager, fixed)]
+        spoken = [reply(steps, decode_speculative, toy.target, toy.drafter) for steps in (eager, fixed)]
+        assert plain[0] == plain[1]
+        assert spoken[0].token_ids == spoken[1].token_ids and spoken[0].accepted == spoken[1].accepted
+        assert spoken[0].rejected == spoken[1].rejected
+        assert all(
+            len(refused) == toy.drafter.config.block_size - kept
+            for kept, refused in zip(spoken[0].accepted, spoken[0].rejected)
+        )
+        accepted += spoken[0].accepted
+        texts |= {tuple(reply(eager, decode_plain, toy.target, seed=seed).token_ids) for seed in (4, 5)}
+    assert max(accepted) > 1 and len(texts) > len(toy.prompts), "nothing was kept, or nothing was drawn"
 
 
 def test_a_step_that_keeps_one_rejected_token_would_be_noticed():
