@@ -327,6 +327,21 @@ def restarted(folder: Path) -> bool:
     return ["SIGKILL" in line for line in end_of(folder).get("restarts", [])] == [True]
 
 
+def always_raise(folder: Path) -> None:
+    """Arms: every start fails in its first micro step."""
+    from graphcap.engine.step import DrafterStep
+
+    def micro(self, slot) -> None:
+        raise RuntimeError("planted by the drill")
+
+    DrafterStep.micro = micro
+
+
+def two_starts(folder: Path) -> bool:
+    """The limit of restarts without a new checkpoint is kept."""
+    return len(end_of(folder).get("restarts", [])) == 1
+
+
 def no_restart(folder: Path) -> bool:
     """A start that can only end the same way is not made."""
     return end_of(folder).get("restarts") == []
@@ -348,6 +363,7 @@ ASKED = {"says": "^on request", "verdict": STOPPED, "code": 3, "later": True}
 AT_ONCE = ASKED | {"says": "at once"}
 RESUMED = ASKED | {"phases": (START, "step"), "all_phases": EVERYWHERE, "again": True, "undone": True}
 GPU = {"phases": ("replay",), "needs_gpu": True}
+IN_VAIN = {"later": True, "arm": always_raise}
 DIVERGES = {"later": True, "arm": remember_step}
 TOGETHER, NO_ROOM = "killed together with its supervisor", r"B asked for with .* already held.* largest bucket is \d+/"
 AT_START = {"phases": ("compile",), "verdict": FINISHED, "code": 0, "needs_gpu": True}
@@ -400,6 +416,7 @@ FAULTS = (
     *(Fault(f"{one.name} asks", ask(one), also=asked_by(one.name), **ASKED) for one in (SIGTERM, SIGUSR1)),
     Fault("SIGINT twice", ask(SIGINT, twice=True), also=asked_by("SIGINT"), **AT_ONCE),
     Fault("restart", to_rank(SIGKILL), settings=PATIENT, also=restarted, **GOES_ON),
+    Fault("restarts in vain", nothing, "^RuntimeError: planted", phases=(START,), settings=PATIENT, also=two_starts, **IN_VAIN),
     Fault("secrets", tell_secrets, r"401 for \*+ \*+", **ANYWHERE),
     Fault("SIGKILL on a GPU", to_rank(SIGKILL), "^SIGKILL", phases=ON_GPU, needs_gpu=True),
     Fault("supervisor killed on a GPU", kill_supervisor, TOGETHER, code=-SIGKILL, **GPU),

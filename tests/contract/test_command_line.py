@@ -236,3 +236,10 @@ def test_a_refused_start_takes_only_its_own_files_and_puts_the_end_before_it_bac
     assert claim.leave_nothing()
     claim.close()
     assert (recipe.folder / "end.json").exists() and not runfolder.is_claimed(recipe.folder)
+
+
+def test_one_of_several_ranks_is_refused_before_it_writes_what_the_others_write(tmp_path, monkeypatch, capsys):
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", str(TINY), f"run.out={tmp_path}"]) == 2
+    assert "variable 'WORLD_SIZE': expected 1, got 2" in capsys.readouterr().err and list(tmp_path.iterdir()) == []
