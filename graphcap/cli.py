@@ -22,6 +22,7 @@ Started again, the same command continues from the newest complete checkpoint.
 EVAL_EXAMPLE = """example:
   graphcap eval runs/out/tiny
   graphcap eval runs/out/tiny runs/out/short --max-new-tokens 256
+  graphcap eval runs/out/tiny --temperature 1 --rule sampled --show 3
   graphcap eval DRAFTER-FOLDER --target TARGET-FOLDER --prompts chats.jsonl"""
 
 
@@ -99,6 +100,18 @@ def _add_eval(verbs) -> None:
     evaluate.add_argument(
         "--passes", type=_positive, metavar="N", help="timed passes, the median counts; eval.passes of the run or its default"
     )
+    evaluate.add_argument(
+        "--temperature", type=_not_negative, metavar="T", help="0: greedy; eval.temperature of the run or its default"
+    )
+    evaluate.add_argument(
+        "--rule",
+        choices=("match", "sampled"),
+        help="above temperature 0: greedy drafts kept while the target samples them, or sampled ones kept with min(1, p/q)",
+    )
+    evaluate.add_argument("--seed", type=_whole, metavar="N", help="of the samples; run.seed of the run or its default")
+    evaluate.add_argument(
+        "--show", type=_positive, metavar="N", default=0, help="print N replies: committed runs shaded, refused drafts struck"
+    )
     evaluate.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
     evaluate.set_defaults(run=_eval, parser=evaluate)
 
@@ -130,6 +143,22 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number above 0, got '{text}'")
     return int(text)
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 on, below 2^63, got '{text}'")
+    return int(text)
+
+
+def _not_negative(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number from 0 on, got '{text}'")
+    return value
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -272,6 +301,9 @@ def _eval(options) -> int:
 
     silence_transformers()
     settings = {"prompts": options.num_prompts, "max_new_tokens": options.max_new_tokens, "passes": options.passes}
-    results = run_eval(options.folders, target_path=options.target, prompt_paths=options.prompts, settings=settings)
-    print_results(results, as_json=options.json)
+    settings |= {"temperature": options.temperature, "rule": options.rule, "seed": options.seed}
+    results = run_eval(
+        options.folders, target_path=options.target, prompt_paths=options.prompts, settings=settings, show=options.show
+    )
+    print_results(results, as_json=options.json, terminal=sys.stdout.isatty())
     return 0

@@ -156,6 +156,13 @@ class Eval:
         choices=("auto", "float32", "bfloat16"),
     )
     passes: int = key(3, "timed passes over the prompts; the median counts", unit="passes", resume="free", low=1)
+    temperature: float = key(0.0, "temperature of the decoded replies; 0: greedy", resume="free", low=0)
+    rule: str = key(
+        "match",
+        "above temperature 0: greedy drafts kept while the target samples them, or sampled drafts kept with min(1, p/q)",
+        resume="free",
+        choices=("match", "sampled"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""`graphcap eval`: real speculative decoding on prompts, measured against plain greedy decoding and prompt lookup.
+"""`graphcap eval`: real speculative decoding on prompts, measured against plain decoding and prompt lookup.
 
 `measure` does the decoding and returns one result; train.py ends with it, the verb prints it for any run or drafter
 folder. The table itself is ops/report.py's.
@@ -17,14 +17,16 @@ import torch
 from graphcap.config import Data as DataSection
 from graphcap.config import Eval as EvalSection
 from graphcap.config import Recipe, load_recipe
+from graphcap.config import Run as RunSection
 from graphcap.config import Target as TargetSection
 from graphcap.data.conversations import Document, load_documents, prompt_of, read_conversations
 from graphcap.data.templates import BadConversation
 from graphcap.engine.decoding import FixedSteps
 from graphcap.engine.guard import use_deterministic_math
 from graphcap.errors import ConfigError, DataError
-from graphcap.model.decode import Reply, decode_plain, decode_speculative, prompt_lookup_committed
+from graphcap.model.decode import EagerSteps, Reply, decode_plain, decode_speculative, prompt_lookup_committed
 from graphcap.model.drafter import Drafter
+from graphcap.model.sampling import Sampling, generator_of
 from graphcap.model.target import Target, device_and_dtype, dtype_name, load_model, load_tokenizer
 from graphcap.ops import checkpoint, report
 from graphcap.ops.export import WEIGHTS, check_fits, read_config, read_drafter
@@ -40,6 +42,26 @@ class Prompts:
     stop_ids: set[int]
     max_new_tokens: int
     passes: int
+    sampling: Sampling
+    seed: int  # of the uniform numbers; each prompt has its own
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Plain decoding of all prompts, and prompt lookup's acceptance on that text by block size."""
+
+    replies: list[Reply]
+    s_per_token: float
+    looked_up: dict[int, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What `measure` found: numbers for tables and files, and the replies themselves."""
+
+    result: dict
+    plain: Plain
+    drafted: list[Reply]
 
 
 def prompts_of(documents: list[Document], *, count: int) -> list[list[int]]:
@@ -82,45 +104,61 @@ def stop_ids_of(model, tokenizer) -> set[int]:
     return (found | {tokenizer.eos_token_id}) - {None}
 
 
-def measure(target: Target, drafter: Drafter, prompts: Prompts, *, before: Drafter | None, say, note=None) -> dict:
+def measure(
+    target: Target, drafter: Drafter, prompts: Prompts, *, before: Drafter | None, say, note=None, plain: Plain | None = None
+) -> Measured:
     """Decode every prompt plainly and with the drafter, `prompts.passes` times by turns, and compare.
 
     before: the drafter as it was before training, decoded once, or None. say: called with a line of what happens next. note:
-    called with "decode" before every prompt. Returns the result that ops/report.table prints. Raises: nothing of its own.
+    called with "decode" before every prompt. plain: what an earlier call made of the same target and prompts, which is then
+    not decoded plainly again. The result is what ops/report.table prints. Raises: nothing of its own.
     """
     plain_s, drafted_s = [], []
-    plain = drafted = []
-    say(f"decoding {len(prompts.token_ids)} held-out prompts, plain and with the drafter, {prompts.passes} times")
+    plain_replies = drafted = []
+    ways = "with the drafter" if plain else "plain and with the drafter"
+    say(f"decoding {len(prompts.token_ids)} held-out prompts, {ways}, {prompts.passes} times")
     with _decoder(target, drafter, prompts, note) as decode:
         for _ in range(prompts.passes):
-            plain, drafted = decode(decode_plain), decode(decode_speculative)
-            plain_s.append(_seconds_per_token(plain))
+            if plain is None:
+                plain_replies = decode(decode_plain)
+                plain_s.append(_seconds_per_token(plain_replies))
+            drafted = decode(decode_speculative)
             drafted_s.append(_seconds_per_token(drafted))
-    texts = [reply.token_ids for reply in plain]
-    looked_up = [
-        prompt_lookup_committed(prompt, text, block_size=drafter.config.block_size)
-        for prompt, text in zip(prompts.token_ids, texts, strict=True)
-    ]
+    plain = plain or Plain(plain_replies, statistics.median(plain_s), {})
     result = {
-        "prompts": len(texts),
+        "prompts": len(drafted),
         "max_new_tokens": prompts.max_new_tokens,
         "passes": prompts.passes,
+        "temperature": prompts.sampling.temperature,
+        "rule": prompts.sampling.rule,
+        "seed": prompts.seed,
         "dtype": dtype_name(target.head_VD.dtype),
         "device": target.head_VD.device.type,
+        "block_size": drafter.config.block_size,
         "after": report.acceptance([reply.committed for reply in drafted]),
-        "prompt_lookup": report.acceptance(looked_up),
-        "plain_s_per_token": statistics.median(plain_s),
+        "prompt_lookup": _looked_up(plain, prompts, drafter.config.block_size),
+        "plain_s_per_token": plain.s_per_token,
         "speculative_s_per_token": statistics.median(drafted_s),
-        "distinct_4grams": report.distinct_4grams(texts),
+        "distinct_4grams": report.distinct_4grams([reply.token_ids for reply in drafted]),
         "survival": report.survival([reply.accepted for reply in drafted], drafter.config.block_size),
-        **_costs(statistics.median(plain_s), statistics.median(drafted_s), drafted),
-        **compare(plain, drafted, tie=tie_of(target.head_VD.dtype)),
+        **_costs(plain.s_per_token, statistics.median(drafted_s), drafted),
     }
+    if prompts.sampling.temperature == 0:  # above it two samples of one distribution differ, and equality says nothing
+        result |= compare(plain.replies, drafted, tie=tie_of(target.head_VD.dtype))
     if before is not None:
         with _decoder(target, before, prompts, note) as decode:
             untrained = decode(decode_speculative)
         result["before"] = report.acceptance([reply.committed for reply in untrained])
-    return result
+    return Measured(result, plain, drafted)
+
+
+def _looked_up(plain: Plain, prompts: Prompts, block_size: int) -> dict[str, float]:
+    """Acceptance of prompt lookup on the plain replies, worked out once for a block size."""
+    if block_size not in plain.looked_up:
+        pairs = zip(prompts.token_ids, [reply.token_ids for reply in plain.replies], strict=True)
+        committed = [prompt_lookup_committed(prompt, text, block_size=block_size) for prompt, text in pairs]
+        plain.looked_up[block_size] = report.acceptance(committed)
+    return plain.looked_up[block_size]
 
 
 @contextlib.contextmanager
@@ -129,20 +167,20 @@ def _decoder(target: Target, drafter: Drafter, prompts: Prompts, note):
     limits = {"max_new_tokens": prompts.max_new_tokens, "stop_ids": prompts.stop_ids}
     on_gpu = target.head_VD.device.type == "cuda"
     longest = max(map(len, prompts.token_ids)) + prompts.max_new_tokens + drafter.config.block_size + 1
-    steps = FixedSteps(target, drafter, max_length=longest) if on_gpu else None
+    steps = (FixedSteps if on_gpu else EagerSteps)(target, drafter, max_length=longest, sampling=prompts.sampling)
 
     def decode(way) -> list[Reply]:
         who, replies = (target,) if way is decode_plain else (target, drafter), []
-        for prompt in prompts.token_ids:
+        for number, prompt in enumerate(prompts.token_ids):
             if note is not None:
                 note("decode")
-            replies.append(way(*who, prompt, steps=steps, **limits))
+            replies.append(way(*who, prompt, steps=steps, generator=generator_of(prompts.seed, number), **limits))
         return replies
 
     try:
         yield decode
     finally:
-        if steps is not None:
+        if on_gpu:
             steps.close()
 
 
@@ -195,14 +233,16 @@ def compare(plain: list[Reply], drafted: list[Reply], *, tie: float) -> dict:
     return {"equal": equal, "ties": ties, "differences": differences, "tie_below": tie}
 
 
-def run_eval(folders: list[str], *, target_path: str | None, prompt_paths: list[str], settings: dict) -> list[dict]:
-    """Measure every run or drafter folder and print its table; the verb `eval`.
+def run_eval(folders: list[str], *, target_path: str | None, prompt_paths: list[str], settings: dict, show: int) -> list[dict]:
+    """Measure every run or drafter folder; the verb `eval`.
 
-    target_path and prompt_paths: as the run has them where not given. settings: prompts, max_new_tokens, passes, or None.
+    target_path and prompt_paths: as the run has them where not given. settings: prompts, max_new_tokens, passes, temperature,
+    rule and seed, or None for the run's. show: how many replies of each folder the results hold as text. Folders with the same
+    target and prompts share plain decoding; `baseline` numbers what they are compared with.
     Raises: ConfigError if a folder is neither a run nor a drafter, or if a drafter folder comes without target and prompts.
     """
-    results = []
-    for folder in map(Path, folders):
+    found = []
+    for folder in map(Path, folders):  # every folder is looked at before the first is decoded
         recipe = load_recipe(folder / "config.toml") if (folder / "config.toml").is_file() else None
         weights = checkpoint.best(folder / "checkpoints") or checkpoint.newest(folder / "checkpoints")[0] if recipe else folder
         if weights is None or not (weights / WEIGHTS).is_file():
@@ -221,46 +261,71 @@ def run_eval(folders: list[str], *, target_path: str | None, prompt_paths: list[
                 got="only the folder",
                 fix=f"graphcap eval {folder} --target FOLDER --prompts FILE.jsonl",
             )
-        result = _measure_folder(weights, recipe, target_path, prompt_paths, settings)
-        results.append({"folder": str(folder), **result})
-    return results
-
-
-def _measure_folder(
-    weights: Path, recipe: Recipe | None, target_path: str | None, prompt_paths: list[str], settings: dict
-) -> dict:
+        found.append((folder, weights, recipe))
     use_deterministic_math()
-    evaluation, data = recipe.eval if recipe else EvalSection(), recipe.data if recipe else DataSection()
+    known: dict[tuple, Plain] = {}
+    return [
+        {"folder": str(folder), **_measure_folder(weights, recipe, target_path, prompt_paths, settings | {"show": show}, known)}
+        for folder, weights, recipe in found
+    ]
+
+
+def _measure_folder(weights, recipe, target_path, prompt_paths, settings, known) -> dict:
+    """One folder's result. known: plain decoding of the folders before, by target and prompts; this one's is added."""
+    target, drafter, tokenizer = _load(weights, recipe, target_path)
+    prompts = _prompts(target, tokenizer, recipe, prompt_paths, settings)
     own = TargetSection(path=target_path) if target_path else recipe.target
-    wanted = [evaluation.dtype, own.dtype]
+    key = (own.path, own.revision, target.head_VD.dtype, target.head_VD.device, repr(prompts))
+    measured = measure(target, drafter, prompts, before=None, say=lambda line: None, plain=known.get(key))
+    known.setdefault(key, measured.plain)
+    shown = [report.runs_of(reply, tokenizer.decode) for reply in measured.drafted[: settings["show"]]]
+    place = {"weights": str(weights), "baseline": list(known).index(key)}
+    return {**measured.result, **place, **({"shown": shown} if shown else {})}
+
+
+def _load(weights: Path, recipe: Recipe | None, target_path: str | None) -> tuple:
+    """Target, drafter and tokenizer of a folder, on the device and in the dtype of its run or the defaults."""
+    own = TargetSection(path=target_path) if target_path else recipe.target
+    wanted = [recipe.eval.dtype if recipe else "auto", own.dtype]
     dtype_wanted = next((name for name in wanted if name != "auto"), "auto")
     device, dtype = device_and_dtype(recipe.run.device if recipe else "auto", dtype_wanted)
     where = {"revision": own.revision, "trust_remote_code": own.trust_remote_code}
-    tokenizer = load_tokenizer(own.path, **where)
     model = load_model(own.path, dtype=dtype, device=device, **where)
     check_fits(read_config(weights), model, folder=weights)
     drafter = read_drafter(weights, dtype=dtype, device=device)
-    chosen = {name: settings[name] or getattr(evaluation, name) for name in settings}
+    return Target(model, drafter.config.target_layer_ids), drafter, load_tokenizer(own.path, **where)
+
+
+def _prompts(target: Target, tokenizer, recipe: Recipe | None, prompt_paths: list[str], settings: dict) -> Prompts:
+    evaluation, data = recipe.eval if recipe else EvalSection(), recipe.data if recipe else DataSection()
+    run = recipe.run if recipe else RunSection()
+    chosen = {
+        name: value if value is not None else run.seed if name == "seed" else getattr(evaluation, name)
+        for name, value in settings.items()
+    }
     if prompt_paths:
         texts = load_prompts(prompt_paths, tokenizer, count=chosen["prompts"], on_bad_line=data.on_bad_line)
     else:
         limits = {"max_length": data.max_length, "on_long": data.on_long, "on_bad_line": data.on_bad_line}
         texts = prompts_of(load_documents(data.held_out, tokenizer, **limits).documents, count=chosen["prompts"])
-    prompts = Prompts(
+    return Prompts(
         token_ids=texts,
-        stop_ids=stop_ids_of(model, tokenizer),
+        stop_ids=stop_ids_of(target.model, tokenizer),
         max_new_tokens=chosen["max_new_tokens"],
         passes=chosen["passes"],
+        sampling=Sampling(temperature=chosen["temperature"], rule=chosen["rule"]),
+        seed=chosen["seed"],
     )
-    target = Target(model, drafter.config.target_layer_ids)
-    result = measure(target, drafter, prompts, before=None, say=lambda line: None)
-    return {**result, "weights": str(weights)}
 
 
-def print_results(results: list[dict], *, as_json: bool) -> None:
-    """Every result as a table under its folder, or all as one JSON document."""
+def print_results(results: list[dict], *, as_json: bool, terminal: bool) -> None:
+    """Every result as a table under its folder, then all side by side, or all as one JSON document."""
     if as_json:
         print(json.dumps(checkpoint.finite(results), indent=1, allow_nan=False))
         return
     for result in results:
         print(f"{result['folder']}\n{report.table(result)}\n")
+        for number, runs in enumerate(result.get("shown", [])):
+            print(f"reply {number}\n{report.reply_text(runs, terminal=terminal)}\n")
+    if len(results) > 1:
+        print(report.side_by_side(results))

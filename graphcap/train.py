@@ -21,6 +21,7 @@ from graphcap.engine.metrics import Fetch
 from graphcap.engine.step import RING
 from graphcap.errors import CheckpointError, TrainingError, closing
 from graphcap.eval import Prompts, at_dtype, measure, prompts_of, stop_ids_of
+from graphcap.model.sampling import Sampling
 from graphcap.model.target import dtype_name
 from graphcap.ops import checkpoint, report, runfolder
 from graphcap.ops.export import CONFIG, WEIGHTS, config_document, read_drafter, weight_tensors
@@ -367,8 +368,10 @@ def conclude(run: TrainingRun, *, say, note) -> dict:
         stop_ids=stop_ids_of(target.model, run.tokenizer),
         max_new_tokens=recipe.eval.max_new_tokens,
         passes=recipe.eval.passes,
+        sampling=Sampling(temperature=recipe.eval.temperature, rule=recipe.eval.rule),
+        seed=recipe.run.seed,
     )
-    result = measure(target, drafter, prompts, before=untrained, say=say, note=note)
+    result = measure(target, drafter, prompts, before=untrained, say=say, note=note).result
     result |= {
         "walked_estimate": checkpoint.read_manifest(weights)["score"],
         "weights": f"checkpoints/{weights.name}",

@@ -1,4 +1,4 @@
-"""Acceptance lengths with their uncertainty, and the table that ends a run.
+"""Acceptance lengths with their uncertainty, the tables of a run and of several drafters, replies as they were committed.
 
 Calls: eval.py. Loads no torch.
 """
@@ -57,7 +57,7 @@ def table(result: dict, folder: Path | None = None) -> str:
     """The final table of a run or of `graphcap eval`, as text. folder: the run's, to which the result's paths are relative."""
     at = (lambda path: str(folder / path)) if folder else str
     conditions = (
-        f"{result['prompts']} held-out prompts · temperature 0 · at most {result['max_new_tokens']} new tokens · "
+        f"{result['prompts']} held-out prompts · {_sampling(result)} · at most {result['max_new_tokens']} new tokens · "
         f"{result['dtype']} on {result['device']}"
     )
     lines = [
@@ -76,8 +76,10 @@ def table(result: dict, folder: Path | None = None) -> str:
             lines.append(f"  {label:<44}{_number(row['tau']):>8}{interval:>18}{_number(row['mean']):>16}")
     if result.get("walked_estimate") is not None:
         lines.append(f"  {'walked estimate on held-out text':<44}{_number(result['walked_estimate']):>8}")
-    lines += ["", f"tokens equal to plain greedy decoding           {_equality(result)}"]
-    lines += [f"  {tie}" for tie in result["ties"] + result["differences"]]
+    lines.append("")
+    if "equal" in result:
+        lines.append(f"tokens equal to plain greedy decoding           {_equality(result)}")
+        lines += [f"  {tie}" for tie in result["ties"] + result["differences"]]
     plain, drafted = result["plain_s_per_token"], result["speculative_s_per_token"]
     lines += [
         f"seconds per token, plain                        {plain:.5f}",
@@ -93,6 +95,74 @@ def table(result: dict, folder: Path | None = None) -> str:
     if result.get("checkpoint"):
         lines.append(f"checkpoint to resume from  {at(result['checkpoint'])}")
     return "\n".join(lines)
+
+
+def side_by_side(results: list[dict]) -> str:
+    """One table of several results of `graphcap eval`, as text: a line a folder, then what they are compared with."""
+    rows = [("", "τ pooled", "95 % interval", "mean of means", "distinct 4-grams", "s per token", "× plain", "equal to plain")]
+    for baseline in dict.fromkeys(result["baseline"] for result in results):
+        group = [result for result in results if result["baseline"] == baseline]
+        for result in group:
+            seconds, plain = result["speculative_s_per_token"], result["plain_s_per_token"]
+            equal = f"{result['equal']} of {result['prompts']}" if "equal" in result else "–"
+            speed = (_number(result["distinct_4grams"]), f"{seconds:.5f}", f"{seconds / plain:.2f}", equal)
+            rows.append((result["folder"], *_acceptance_cells(result["after"]), *speed))
+        for block_size, result in {result["block_size"]: result for result in group}.items():
+            name = f"prompt lookup, blocks of {block_size}"
+            rows.append((name, *_acceptance_cells(result["prompt_lookup"]), "", "", "", ""))
+        rows.append(("plain decoding", "", "", "", "", f"{group[0]['plain_s_per_token']:.5f}", "1.00", ""))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
+    return "\n".join(lines)
+
+
+def _acceptance_cells(row: dict) -> tuple[str, str, str]:
+    return _number(row["tau"]), f"{_number(row['low'])} … {_number(row['high'])}", _number(row["mean"])
+
+
+def _sampling(result: dict) -> str:
+    """Temperature, and above 0 rule and seed. A result from before there was a choice has none of them."""
+    if not result.get("temperature"):
+        return "temperature 0"
+    return f"temperature {result['temperature']:g}, rule {result['rule']}, seed {result['seed']}"
+
+
+def runs_of(reply, decode) -> list[tuple[str, str]]:
+    """A reply (model/decode.Reply) as pairs of text: what one step committed, and the drafts it refused.
+
+    decode: from token ids to text. The first pair is the token that came with the prompt. A character whose bytes two runs
+    share stands in the later one.
+    """
+    runs, end, done = [], 0, 0
+    for size, rejected in zip([1, *reply.committed], [[], *reply.rejected], strict=True):
+        end += size
+        text = decode(reply.token_ids[:end])
+        text = text.rstrip("\ufffd") if end < len(reply.token_ids) else text
+        runs.append((text[done:], decode(rejected) if rejected else ""))
+        done = max(done, len(text))
+    return runs
+
+
+SHADES = ("\x1b[38;5;255;48;5;236m", "\x1b[38;5;255;48;5;241m")  # light text on two dark greys, whatever the terminal's own
+STRUCK, NORMAL = "\x1b[9;31m", "\x1b[0m"
+
+
+def reply_text(runs: list[tuple[str, str]], *, terminal: bool) -> str:
+    """Committed runs in alternating shade, refused drafts struck through; without a terminal |run| and ~refused~."""
+    pieces = []
+    for number, (committed, rejected) in enumerate(runs):
+        committed, rejected = _harmless(committed), _harmless(rejected)
+        if not terminal:
+            pieces.append((f"|{committed}|" if committed else "") + (f"~{rejected}~" if rejected else ""))
+            continue
+        for style, text in ((SHADES[number % 2], committed), (STRUCK, rejected)):
+            pieces += [f"{style}{text}{NORMAL}".replace("\n", f"{NORMAL}\n{style}")] if text else []
+    return "".join(pieces)
+
+
+def _harmless(text: str) -> str:
+    """Control characters written out: a reply must not steer the terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def _equality(result: dict) -> str:

@@ -454,3 +454,23 @@ def test_captured_decoding_takes_the_eager_steps_over_prompts_of_different_lengt
         fixed = decode_speculative(target, drafter, prompt, steps=steps, **limits)
         assert (fixed.token_ids, fixed.accepted) == (eager.token_ids, eager.accepted)
     steps.close()
+
+
+@pytest.mark.parametrize("rule", ["match", "sampled"])
+def test_captured_decoding_samples_what_the_eager_steps_sample(engine, rule):
+    from graphcap.engine.decoding import FixedSteps
+    from graphcap.model.decode import EagerSteps, decode_plain, decode_speculative
+    from graphcap.model.sampling import Sampling, generator_of
+
+    model = tiny_model("qwen3", 5, head_dim=32).to(DEVICE)
+    target, drafter = Target(model, (0, 2)), random_drafter(6, head_dim=32, num_layers=2, block_size=8).to(DEVICE)
+    settings = {"max_length": 96, "sampling": Sampling(temperature=2.0, rule=rule)}
+    fixed, eager = FixedSteps(target, drafter, **settings), EagerSteps(target, drafter, **settings)
+    for number, prompt in enumerate(([5], [7, 1, 30] * 6, [9, 2] * 20)):
+        for way, who in ((decode_plain, (target,)), (decode_speculative, (target, drafter))):
+            replies = [
+                way(*who, prompt, max_new_tokens=32, stop_ids={3}, steps=steps, generator=generator_of(1, number))
+                for steps in (fixed, eager)
+            ]
+            assert (replies[0].token_ids, replies[0].accepted) == (replies[1].token_ids, replies[1].accepted)
+    fixed.close()

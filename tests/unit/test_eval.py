@@ -4,9 +4,11 @@ import numpy as np
 import torch
 
 from graphcap.data.conversations import Document
-from graphcap.eval import TIE, compare, prompts_of, tie_of
+from graphcap.eval import TIE, Prompts, compare, measure, prompts_of, tie_of
 from graphcap.model.decode import Reply
-from graphcap.ops.report import acceptance, table
+from graphcap.model.sampling import Sampling
+from graphcap.ops.report import acceptance, side_by_side, table
+from tests.toys import fitted, random_drafter
 
 
 def replies(*token_ids, gap=1.0):
@@ -60,3 +62,57 @@ def test_ties_and_differences_are_printed_in_the_table():
     shown = table(result)
     assert "1 of 3, 1 a tie of the two largest logits (within 1e-04), 1 DIFFERENT" in shown
     assert "prompt 0, token 1" in shown and "prompt 2, token 4" in shown and "0.50 × plain" in shown
+
+
+def measured(drafter, *, temperature: float, plain=None, seed: int = 0):
+    """A measurement of two prompts in two passes, and how many replies it decoded."""
+    toy, decoded = fitted(), []
+    prompts = Prompts(
+        token_ids=toy.prompts[:2],
+        stop_ids=set(),
+        max_new_tokens=12,
+        passes=2,
+        sampling=Sampling(temperature=temperature, rule="sampled"),
+        seed=seed,
+    )
+    found = measure(toy.target, drafter, prompts, before=None, say=lambda line: None, note=decoded.append, plain=plain)
+    return found, len(decoded)
+
+
+def test_a_second_drafter_is_compared_with_the_plain_decoding_that_the_first_made():
+    toy = fitted()
+    first, decoded = measured(toy.drafter, temperature=0.0)
+    assert decoded == 8 and first.result["equal"] == 2
+    useless = random_drafter(1, target_layer_ids=(0, 1, 3), block_size=5).double()
+    second, decoded = measured(useless, temperature=0.0, plain=first.plain)
+    assert decoded == 4 and second.plain is first.plain and second.result["equal"] == 2
+    assert second.result["plain_s_per_token"] == first.result["plain_s_per_token"]
+    assert sorted(first.plain.looked_up) == [4, 5], "prompt lookup drafts as much as the drafter it stands beside"
+    assert first.result["after"]["tau"] > second.result["after"]["tau"]
+
+
+def test_above_temperature_0_a_seed_repeats_the_replies_and_equality_is_not_claimed():
+    toy = fitted()
+    texts = []
+    for seed in (0, 0, 1):
+        found, _ = measured(toy.drafter, temperature=1.5, seed=seed)
+        assert not {"equal", "ties", "differences"} & set(found.result)
+        shown = table({**found.result, "weights": "x"})
+        assert f"temperature 1.5, rule sampled, seed {seed}" in shown and "equal to" not in shown
+        texts.append([reply.token_ids for reply in found.drafted])
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_several_folders_stand_in_one_table_with_what_they_are_compared_with():
+    toy = fitted()
+    first, _ = measured(toy.drafter, temperature=0.0)
+    sampled, _ = measured(toy.drafter, temperature=1.5)
+    rows = [("a", first, 0), ("b", first, 0), ("c", sampled, 1)]
+    shown = side_by_side([{**found.result, "folder": name, "baseline": number} for name, found, number in rows])
+    lines = shown.splitlines()
+    names = [line.split("  ")[0] for line in lines[1:]]
+    compared = ["prompt lookup, blocks of 4", "plain decoding"]
+    assert names == ["a", "b", *compared, "c", *compared]
+    assert lines[1].endswith("2 of 2") and lines[5].endswith("–")
+    speed = first.result["speculative_s_per_token"] / first.result["plain_s_per_token"]
+    assert f" {first.result['after']['tau']:.2f} " in lines[1] and f" {speed:.2f} " in lines[1]

@@ -113,3 +113,22 @@ def test_a_table_without_verifications_shows_dashes_and_survives_json():
     again = json.loads(json.dumps(finite(result), allow_nan=False))
     assert table(again) == table(result)
     assert "–" in table(result) and "nothing was drafted" in table(result)
+
+
+def test_a_reply_is_shown_as_committed_runs_and_refused_drafts():
+    from graphcap.model.decode import Reply
+    from graphcap.ops.report import NORMAL, SHADES, STRUCK, reply_text, runs_of
+
+    names = {0: b"a", 1: b"b\n", 2: "é".encode()[:1], 3: "é".encode()[1:], 4: b"c", 5: b"\x1b[2J"}
+
+    def decode(ids):
+        return b"".join(names[i] for i in ids).decode(errors="replace")
+
+    reply = Reply(token_ids=[0, 1, 4, 2, 3, 5], committed=[3, 2], rejected=[[4, 1], []], accepted=[3, 3])
+    runs = runs_of(reply, decode)
+    assert runs == [("a", ""), ("b\nc", "cb\n"), ("é\x1b[2J", "")], "a character that two runs share is in the later one"
+    assert reply_text(runs, terminal=False) == "|a||b\nc|~cb\n~|é\\x1b[2J|"
+    first, second = SHADES
+    assert reply_text(runs, terminal=True) == (
+        f"{first}a{NORMAL}{second}b{NORMAL}\n{second}c{NORMAL}{STRUCK}cb{NORMAL}\n{STRUCK}{NORMAL}{first}é\\x1b[2J{NORMAL}"
+    )
