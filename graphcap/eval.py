@@ -26,10 +26,11 @@ from graphcap.engine.guard import use_deterministic_math
 from graphcap.errors import ConfigError, DataError
 from graphcap.model.decode import EagerSteps, Reply, decode_plain, decode_speculative, prompt_lookup_committed
 from graphcap.model.drafter import Drafter
+from graphcap.model.identity import identity_of
 from graphcap.model.sampling import Sampling, generator_of
 from graphcap.model.target import Target, device_and_dtype, dtype_name, load_model, load_tokenizer
 from graphcap.ops import checkpoint, report
-from graphcap.ops.export import WEIGHTS, check_fits, read_config, read_drafter
+from graphcap.ops.export import WEIGHTS, check_fits, read_config, read_drafter, read_target
 
 TIE = 1e-4  # two largest logits closer than this in float32: greedy decoding has no one right answer
 
@@ -44,6 +45,7 @@ class Prompts:
     passes: int
     sampling: Sampling
     seed: int  # of the uniform numbers; each prompt has its own
+    eager: bool = False  # on a GPU, too, launch the steps from Python
 
 
 @dataclass(frozen=True)
@@ -165,9 +167,9 @@ def _looked_up(plain: Plain, prompts: Prompts, block_size: int) -> dict[str, flo
 def _decoder(target: Target, drafter: Drafter, prompts: Prompts, note):
     """A function that decodes every prompt with decode_plain or decode_speculative; on a GPU by replaying graphs."""
     limits = {"max_new_tokens": prompts.max_new_tokens, "stop_ids": prompts.stop_ids}
-    on_gpu = target.head_VD.device.type == "cuda"
+    captured = target.head_VD.device.type == "cuda" and not prompts.eager
     longest = max(map(len, prompts.token_ids)) + prompts.max_new_tokens + drafter.config.block_size + 1
-    steps = (FixedSteps if on_gpu else EagerSteps)(target, drafter, max_length=longest, sampling=prompts.sampling)
+    steps = (FixedSteps if captured else EagerSteps)(target, drafter, max_length=longest, sampling=prompts.sampling)
 
     def decode(way) -> list[Reply]:
         who, replies = (target,) if way is decode_plain else (target, drafter), []
@@ -180,7 +182,7 @@ def _decoder(target: Target, drafter: Drafter, prompts: Prompts, note):
     try:
         yield decode
     finally:
-        if on_gpu:
+        if captured:
             steps.close()
 
 
@@ -280,6 +282,9 @@ def _measure_folder(weights, recipe, target_path, prompt_paths, settings, known)
     known.setdefault(key, measured.plain)
     shown = [report.runs_of(reply, tokenizer.decode) for reply in measured.drafted[: settings["show"]]]
     place = {"weights": str(weights), "baseline": list(known).index(key)}
+    trained_for, here = read_target(weights), identity_of(target.model, own.path)
+    if trained_for is not None and trained_for.fingerprint != here.fingerprint:
+        place["other_target"] = f"trained for {trained_for}; measured on {here}"
     return {**measured.result, **place, **({"shown": shown} if shown else {})}
 
 

@@ -72,7 +72,7 @@ def train(recipe: Recipe, *, rank: Rank, eager: bool = False, say=print) -> int:
         say(f"stopped   after update {run.position} of {run.schedule.num_updates}; the same command goes on")
         recorder.note("stopped")
         return 3
-    result = conclude(run, say=say, note=recorder.note)
+    result = conclude(run, eager=eager, say=say, note=recorder.note)
     say(f"\n{report.table(result, recipe.folder)}\n")
     say(
         f"decode with other settings: graphcap eval {shlex.quote(str(recipe.folder))} --prompts FILE.jsonl --max-new-tokens 256"
@@ -354,8 +354,8 @@ def resume(run: TrainingRun, folder: Path, continued: dict, say) -> None:
         )
 
 
-def conclude(run: TrainingRun, *, say, note) -> dict:
-    """Decode the held-out prompts with the best checkpoint and write result.json."""
+def conclude(run: TrainingRun, *, eager: bool, say, note) -> dict:
+    """Decode the held-out prompts with the best checkpoint and write result.json. eager: without graphs, too."""
     recipe, folder = run.recipe, run.folder
     newest, _ = checkpoint.newest(folder / "checkpoints")
     weights = checkpoint.best(folder / "checkpoints") or newest
@@ -370,6 +370,7 @@ def conclude(run: TrainingRun, *, say, note) -> dict:
         passes=recipe.eval.passes,
         sampling=Sampling(temperature=recipe.eval.temperature, rule=recipe.eval.rule),
         seed=recipe.run.seed,
+        eager=eager,
     )
     result = measure(target, drafter, prompts, before=untrained, say=say, note=note).result
     result |= {

@@ -62,6 +62,7 @@ def table(result: dict, folder: Path | None = None) -> str:
     )
     lines = [
         conditions,
+        *([result["other_target"]] if "other_target" in result else []),
         "",
         f"{'acceptance length τ (tokens a verification)':<46}{'pooled':>8}{'95 % interval':>18}{'mean of means':>16}",
     ]

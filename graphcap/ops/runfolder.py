@@ -78,6 +78,8 @@ def schedule_keys(recipe: Recipe) -> list:
         evaluation.max_new_tokens,
         evaluation.passes,
         evaluation.dtype,
+        evaluation.temperature,
+        evaluation.rule,
     ]
 
 

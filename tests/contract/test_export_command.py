@@ -124,6 +124,11 @@ def test_a_resume_with_another_target_is_refused_and_a_warm_start_says_so(small,
     target = f"target.path={other}"
     assert cli.main(["train", *small, *started, target, "--dry-run"]) == 0
     assert "was trained for another target: tiny, fingerprint" in capsys.readouterr().out
+    measured = ["eval", str(copied), "--num-prompts", "1", "--max-new-tokens", "2", "--passes", "1"]
+    assert cli.main([*measured, "--target", str(other)]) == 0
+    assert "trained for tiny, fingerprint" in capsys.readouterr().out
+    assert cli.main(measured) == 0
+    assert "trained for" not in capsys.readouterr().out
     recipe = (copied / "config.toml").read_text().replace('path = "graphcap/assets/tiny"', f'path = "{tmp_path}/swapped"')
     recipe = recipe.replace('name = "a"', 'name = "run"').replace(str(copied.parent), str(tmp_path))
     (copied / "config.toml").write_text(recipe.replace("max_updates = 3", "max_updates = 4"))
