@@ -204,6 +204,10 @@ def test_a_checksum_of_bits_sees_one_flipped_bit_a_swap_and_nan_for_zero(dtype):
             swapped = tensor.clone()
             swapped[[place, other]] = tensor[[other, place]]
             assert bits_of(swapped) != base
+    far = torch.arange(3 * 4096, dtype=torch.int32)
+    swapped = far.clone()
+    swapped[[2, 2 * 4096]] = far[[2 * 4096, 2]]  # words apart
+    assert bits_of(swapped) != bits_of(far)
     assert bits_of(torch.tensor(float("nan"))) != bits_of(torch.tensor(0.0))
     assert bits_of(torch.tensor(0.0)) != bits_of(torch.tensor(-0.0))
 
