@@ -26,8 +26,7 @@ from graphcap.errors import CaptureError, ConfigError
 from graphcap.model import blocks
 from graphcap.model.drafter import Drafter, DrafterConfig, tapped_layers
 from graphcap.model.identity import Identity, identity_of
-from graphcap.model.target import (
-    Target,
+from graphcap.model.loading import (
     device_and_dtype,
     dtype_name,
     find_mask_token,
@@ -36,6 +35,7 @@ from graphcap.model.target import (
     load_tokenizer,
     rope_theta,
 )
+from graphcap.model.target import Target
 from graphcap.ops import caches, checkpoint
 from graphcap.ops.blackbox import GPU_AT, Recorder
 from graphcap.ops.export import check_fits, read_config, read_drafter, read_target

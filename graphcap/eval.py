@@ -27,8 +27,9 @@ from graphcap.errors import ConfigError, DataError
 from graphcap.model.decode import EagerSteps, Reply, decode_plain, decode_speculative, prompt_lookup_committed
 from graphcap.model.drafter import Drafter
 from graphcap.model.identity import identity_of
+from graphcap.model.loading import device_and_dtype, dtype_name, load_model, load_tokenizer
 from graphcap.model.sampling import Sampling, generator_of
-from graphcap.model.target import Target, device_and_dtype, dtype_name, load_model, load_tokenizer
+from graphcap.model.target import Target
 from graphcap.ops import checkpoint, report
 from graphcap.ops.export import WEIGHTS, check_fits, read_config, read_drafter, read_target
 

@@ -15,7 +15,7 @@ import torch
 from graphcap.errors import CheckpointError, ConfigError
 from graphcap.model.drafter import Drafter
 from graphcap.model.identity import Identity, identity_of
-from graphcap.model.target import load_model
+from graphcap.model.loading import load_model
 from graphcap.ops import checkpoint, runfolder
 from graphcap.ops.export import CONFIG, WEIGHTS, check_fits, config_document, read_config, read_drafter, read_target
 

@@ -21,8 +21,8 @@ from graphcap.engine.metrics import Fetch
 from graphcap.engine.step import RING
 from graphcap.errors import CheckpointError, TrainingError, closing
 from graphcap.eval import Prompts, at_dtype, measure, prompts_of, stop_ids_of
+from graphcap.model.loading import dtype_name
 from graphcap.model.sampling import Sampling
-from graphcap.model.target import dtype_name
 from graphcap.ops import checkpoint, report, runfolder
 from graphcap.ops.export import CONFIG, WEIGHTS, config_document, read_drafter, weight_tensors
 from graphcap.ops.progress import MetricsLog, Progress, quiet_libraries, read_metrics

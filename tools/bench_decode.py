@@ -25,7 +25,7 @@ from graphcap.engine.decoding import FixedSteps
 from graphcap.engine.evaluation import Evaluation, fitting
 from graphcap.eval import compare, prompts_of, stop_ids_of, tie_of
 from graphcap.model.decode import Reply, decode_plain, decode_speculative
-from graphcap.model.target import dtype_name, load_model
+from graphcap.model.loading import dtype_name, load_model
 from graphcap.ops import blackbox, checkpoint, report
 from graphcap.ops.export import read_drafter
 

@@ -42,7 +42,8 @@ from graphcap.errors import UserError
 from graphcap.model.blocks import decay, default_gamma
 from graphcap.model.decode import decode_plain, decode_speculative
 from graphcap.model.drafter import Drafter, DrafterConfig
-from graphcap.model.target import Target, load_model
+from graphcap.model.loading import load_model
+from graphcap.model.target import Target
 from graphcap.ops.export import CONFIG, WEIGHTS, config_document, read_drafter, weight_tensors
 
 try:
@@ -496,7 +497,7 @@ def run_job(run: Path | None, drafter: Path | None, target: str | None, conversa
     """What to decode of a run's folder, or of a drafter's folder beside its target."""
     from graphcap.config import load_recipe
     from graphcap.eval import load_prompts, stop_ids_of
-    from graphcap.model.target import load_tokenizer
+    from graphcap.model.loading import load_tokenizer
     from graphcap.ops import checkpoint
 
     paths, new_tokens = (conversations or f"{target}/conversations/held_out.jsonl",), 96

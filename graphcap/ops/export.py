@@ -15,7 +15,7 @@ import torch
 from graphcap.errors import CheckpointError, ConfigError
 from graphcap.model.drafter import Drafter, DrafterConfig
 from graphcap.model.identity import Identity
-from graphcap.model.target import rope_theta
+from graphcap.model.loading import rope_theta
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 CONVENTION = "0-based outputs of decoder layers"

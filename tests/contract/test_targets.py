@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from graphcap.cli import main
-from graphcap.model.target import Target, load_model
+from graphcap.model.loading import load_model
+from graphcap.model.target import Target
 from tests.targets import save_chats, save_recipe, save_target
 from tests.toys import fresh_seed
 

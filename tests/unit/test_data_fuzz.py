@@ -9,7 +9,7 @@ from pathlib import Path
 from graphcap.data.conversations import Document, load_documents
 from graphcap.errors import DataError
 from graphcap.eval import load_prompts
-from graphcap.model.target import load_tokenizer
+from graphcap.model.loading import load_tokenizer
 
 TINY = Path(__file__).resolve().parents[2] / "graphcap" / "assets" / "tiny"
 CALLS = [{"type": "function", "function": {"name": "f", "arguments": {"city": "Köln"}}}]

@@ -19,8 +19,9 @@ from graphcap.engine.evaluation import Evaluation
 from graphcap.eval import prompts_of, stop_ids_of
 from graphcap.model.decode import EagerSteps, decode_plain, decode_speculative, draft_logits, walk
 from graphcap.model.drafter import Drafter
+from graphcap.model.loading import load_model, load_tokenizer
 from graphcap.model.sampling import GREEDY, Sampling, choose, draw, generator_of, probabilities, propose, uniforms, verify
-from graphcap.model.target import Target, load_model, load_tokenizer
+from graphcap.model.target import Target
 from tests.toys import drafter_config, fit, fresh_seed, make_engine, make_step, random_drafter, tiny_target
 from tests.unit.test_evaluation import document_of, matches_of
 

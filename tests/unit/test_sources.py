@@ -15,7 +15,7 @@ from graphcap.data.conversations import load_documents, read_conversations
 from graphcap.data.sample import PLAIN_MARKS, TERMINAL_MARKS, supervised_text
 from graphcap.errors import DataError
 from graphcap.eval import load_prompts
-from graphcap.model.target import load_tokenizer
+from graphcap.model.loading import load_tokenizer
 
 TINY = Path(__file__).resolve().parents[2] / "graphcap" / "assets" / "tiny"
 CHATS = [json.loads(line)["messages"] for line in (TINY / "conversations" / "held_out.jsonl").read_text().splitlines()[:20]]

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from graphcap.errors import ConfigError
-from graphcap.model.target import KeyValueCache, Target, find_mask_token
+from graphcap.model.loading import find_mask_token
+from graphcap.model.target import KeyValueCache, Target
 from tests.toys import HIDDEN, VOCAB, fresh_seed, tiny_model
 
 FAMILIES = ["llama", "qwen3", "gemma3"]
