@@ -8,7 +8,6 @@ Calls: cli.py. Loads torch only to start ranks.
 """
 
 import contextlib
-import logging
 import os
 import signal
 import sys
@@ -20,10 +19,10 @@ from pathlib import Path
 
 from graphcap.config import Recipe
 from graphcap.errors import ConfigError
-from graphcap.ops import blackbox, checkpoint, ending, faults, gpucore, records, runfolder
+from graphcap.ops import blackbox, checkpoint, ending, faults, gpucore, records, runfolder, workers
 from graphcap.ops.blackbox import Flight
 from graphcap.ops.progress import Progress, while_there
-from graphcap.ops.rank import AFTER_TRAINING, BEFORE_TRAINING, NOT_AGAIN, SUPERVISOR, command_of, on_end
+from graphcap.ops.rank import AFTER_TRAINING, BEFORE_TRAINING, NOT_AGAIN, command_of, on_end
 
 PROGRAM = (sys.executable, "-m", "graphcap")
 POLL_S = 0.1
@@ -32,7 +31,6 @@ STOP_WITHIN_S = 25.0  # a planned stop that takes longer becomes an end at once,
 SAVE_WITHIN_S = 600.0
 LEAVE_WITHIN_S = 30.0  # for a rank that has said it has finished, and for one that was killed
 SILENT_POLLS = 3  # in a row, until a rank is ended for its silence
-GRACE_S = 5  # between SIGTERM and SIGKILL for ranks that have to end
 ASK = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -133,7 +131,7 @@ class Supervisor:
             self.cause, self.at_once = self._request(), True
         else:
             more = gpucore.variables(own) if self.recipe.run.gpu_core_dump else {}
-            self.workers = _start(self.folder, [*self.program, *self.arguments], more)
+            self.workers = workers.start(self.folder, [*self.program, *self.arguments], more)
             try:
                 code = self._watch(claim)
             finally:
@@ -243,7 +241,7 @@ class Supervisor:
             return
         run = self.recipe.run
         seconds = run.start_deadline_s if flight.phase in (*BEFORE_TRAINING, *AFTER_TRAINING, "save") else run.deadline_s
-        self._silent_polls = self._silent_polls + 1 if seconds and flight.silent_s > seconds + GRACE_S else 0
+        self._silent_polls = self._silent_polls + 1 if seconds and flight.silent_s > seconds + workers.GRACE_S else 0
         if self._silent_polls >= SILENT_POLLS:
             self.cause = f"deadline: it began nothing for {flight.silent_s:.0f} s, being stopped or stuck in the kernel"
             self._end_rank(at_once=True)
@@ -308,56 +306,3 @@ def _signals(ask):
             del os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"]
         else:
             os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = told
-
-
-def _start(folder: Path, command: list[str], variables: dict[str, str]):
-    """The ranks as processes of torch's elastic launcher, each in a session of its own, output to `folder`/rank-<k>."""
-    from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SubprocessContext
-
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it tells is in end.json
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
-
-    class Files(LogsSpecs):
-        def reify(self, envs) -> LogsDest:
-            out = {rank: str(folder / f"rank-{rank}" / "stdout") for rank in envs}
-            err = {rank: str(folder / f"rank-{rank}" / "stderr") for rank in envs}
-            none = dict.fromkeys(envs, "")
-            return LogsDest(stdouts=out, stderrs=err, tee_stdouts=none, tee_stderrs=none, error_files=none)
-
-        @property
-        def root_log_dir(self) -> str:
-            return str(folder)
-
-    class Workers(SubprocessContext):
-        """Ends the others soon after one has died: elastic's own 30 s are all the time an end may take."""
-
-        def close(self, death_sig=None, timeout: int = GRACE_S) -> None:
-            super().close(death_sig=death_sig, timeout=timeout)
-
-        def exit_code(self) -> int | None:
-            """None while all run; 0, or the exit code of the rank that ended first."""
-            result = self.wait(0)
-            if result is None:
-                return None
-            return min(result.failures.values(), key=lambda one: one.timestamp).exitcode if result.failures else 0
-
-        def end(self, *, at_once: bool = False) -> None:
-            """End the ranks and what they have started."""
-            self.close(signal.SIGKILL if at_once else signal.SIGTERM, GRACE_S)
-            for pid in self.pids().values():
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(pid, signal.SIGKILL)
-
-    environment = {
-        SUPERVISOR: str(os.getpid()),
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONIOENCODING": "utf-8:replace",
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_WORLD_SIZE": "1",
-        **variables,
-    }
-    workers = Workers("graphcap", command[0], {0: tuple(command[1:])}, {0: environment}, Files())
-    workers.start()
-    return workers
