@@ -74,9 +74,13 @@ class Step:
 
 @dataclass
 class StartUp:
-    """What `prepare` did, for the start-up lines and the summary at the end. total_s: compiles, audits and captures."""
+    """What `prepare` did, for the start-up lines and the summary at the end.
+
+    total_s: compiles, audits and captures. memory_bytes: all GPU memory that this process holds then, CUDA's context apart.
+    """
 
     total_s: float = 0.0
+    memory_bytes: int = 0
     warm_up_s: dict[str, float] = field(default_factory=dict)
     capture_s: dict[str, float] = field(default_factory=dict)
     pool_bytes: dict[str, int] = field(default_factory=dict)
@@ -145,6 +149,8 @@ class Engine:
         if self._marks is not None:
             self._marks.reset(self._num_launches)
         self._census = Census(self.addressed())
+        torch.cuda.empty_cache()  # what only the warm-up needed is free for others
+        self.start_up.memory_bytes = torch.cuda.memory_reserved(self.step.device)
         self.start_up.total_s = time.perf_counter() - start
 
     def fill(self, bucket, arrays: dict[str, np.ndarray]) -> None:
@@ -198,7 +204,7 @@ class Engine:
         if self._idle is not None:
             graphs, pool = self._capturer.graphs, max(start.pool_bytes.values()) / 2**20
             lines.append(f"graphs {len(graphs)}, replays {sum(graph.num_replays for graph in graphs):,}, pool {pool:,.0f} MiB")
-        lines.append(f"start-up {start.total_s:.0f} s")
+        lines.append(f"start-up {start.total_s:.0f} s, memory {start.memory_bytes / 2**30:.2f} GiB")
         return [*lines, *self._time_lost()]
 
     def _time_lost(self) -> list[str]:

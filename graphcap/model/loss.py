@@ -61,10 +61,10 @@ class _HeadLoss(torch.autograd.Function):
         of_chunk = _chunk_loss_for(hidden_MD.device.type)
         for first in range(0, hidden_MD.shape[0], chunk_tokens):
             part = slice(first, first + chunk_tokens)
-            logits = hidden_MD[part] @ head_VD.T
-            loss_M[part], correct_M[part], gradient = of_chunk(logits, label_M[part], weight_M[part])
+            loss_M[part], correct_M[part], gradient = of_chunk(hidden_MD[part] @ head_VD.T, label_M[part], weight_M[part])
             if needs_gradient:
                 torch.mm(gradient, head_VD, out=gradient_MD[part])
+            del gradient  # before the next chunk's logits: two tensors of their size are enough
         ctx.save_for_backward(*([gradient_MD] if needs_gradient else []))
         ctx.mark_non_differentiable(correct_M)
         return loss_M.sum(), correct_M

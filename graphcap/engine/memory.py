@@ -1,0 +1,103 @@
+"""What training needs of a GPU's memory, from sizes alone: before a target is loaded, and for any bucket.
+
+Counted, tensor by tensor, from what a micro step keeps at its fullest moment, which is the head and loss of the last chunk (or,
+with gradient checkpointing and a small vocabulary, a layer run again in the backward). A graph's pool adds what the allocator
+rounds up. tests/cuda/test_memory.py holds it against what a captured bucket takes.
+
+Calls: build.py, shapes.py.
+"""
+
+import math
+from dataclasses import dataclass
+
+from graphcap.data.planner import TILE_TOKENS, Bucket
+from graphcap.errors import ConfigError
+from graphcap.model.drafter import DrafterConfig
+
+WORKSPACE_BYTES = 96 << 20  # of cuBLAS, on the two streams that multiply
+ROUNDING, SEGMENT_BYTES = 1.02, 20 << 20  # allocator blocks over the tensors in them, and its smallest segment of a pool
+LEFT_FREE_BYTES = 512 << 20  # for kernels that are loaded, and for whatever else draws on the GPU
+STATE_BYTES = 4 + 4 + 4 + 4  # float32 a parameter: master, two moments, gradient sum; the weights come on top
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What the memory of a run depends on, beside its buckets.
+
+    num_parameters: of the drafter. target_bytes: all of the target's tensors (offline: its embedding and head).
+    target_intermediate: width of the target's MLP; 0: no target runs. itemsize: bytes of the compute dtype. chunk_tokens:
+    draft tokens whose logits exist at once.
+    """
+
+    drafter: DrafterConfig
+    num_parameters: int
+    target_bytes: int
+    target_intermediate: int
+    itemsize: int
+    chunk_tokens: int
+    checkpointing: bool = False
+
+    def needed_bytes(self, bucket: Bucket) -> int:
+        """Memory of a run whose largest bucket this is, start-up included; CUDA's own context is not counted."""
+        return self.held_bytes() + self.step_bytes(bucket)
+
+    def held_bytes(self) -> int:
+        """What stays from before the first step to the end, whatever the buckets."""
+        return self.target_bytes + self.num_parameters * (self.itemsize + STATE_BYTES) + WORKSPACE_BYTES
+
+    def step_bytes(self, bucket: Bucket) -> int:
+        """What the graphs of a bucket take beside it: the pool."""
+        c, rows, draft = self.drafter, bucket.length, bucket.num_anchors * self.drafter.block_size
+        queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        features = rows * len(c.target_layer_ids) * c.hidden_size
+        context = rows * (2 * c.hidden_size + 2 * c.head_dim + 3 * c.num_layers * keys)
+        blocks = draft * (2 * c.hidden_size + 2 * c.head_dim)  # embeddings, final norm, rotary table
+        layer = draft * (4 * (c.hidden_size + queries) + 3 * c.intermediate_size + keys) + 2 * (rows + draft) * keys
+        predicted = draft // c.block_size * (c.block_size - 1)
+        loss = 2 * min(predicted, self.chunk_tokens) * c.vocab_size + 2 * predicted * c.hidden_size
+        backward = draft * (2 * c.hidden_size + c.intermediate_size)
+        if self.checkpointing:
+            kept, loss = c.num_layers * draft * c.hidden_size, max(loss, layer + backward)
+        else:
+            kept, loss = c.num_layers * layer, max(loss, backward)
+        target = rows * (3 * self.target_intermediate + 4 * c.hidden_size) if self.target_intermediate else 0
+        numbers = features + max(target, context + blocks + kept + loss)
+        return SEGMENT_BYTES + math.ceil(ROUNDING * self.itemsize * numbers)
+
+    def largest_that_fits(self, bucket: Bucket, room_bytes: int) -> Bucket | None:
+        """The longest bucket of the same anchors a token that needs no more than that; None if even one tile does not fit."""
+        fitting = None
+        for length in range(TILE_TOKENS, bucket.length + 1, TILE_TOKENS):
+            smaller = Bucket(length, _whole_tiles(bucket.num_anchors * length / bucket.length, self.drafter.block_size))
+            if self.needed_bytes(smaller) > room_bytes:
+                break
+            fitting = smaller
+        return fitting
+
+    def check_fit(self, bucket: Bucket, room_bytes: int) -> None:
+        """Refuse a bucket that needs more than that. Raises: ConfigError naming it and the largest that fits."""
+        needed = self.needed_bytes(bucket)
+        if needed <= room_bytes:
+            return
+        fitting = self.largest_that_fits(bucket, room_bytes)
+        if fitting is None:
+            cause, fix = (
+                f"{_gib(self.held_bytes())} of it are target, drafter and optimizer",
+                "use a larger GPU or a smaller target",
+            )
+        else:
+            cause = f"the largest bucket of as many anchors a token that fits is {fitting.name}"
+            fix = f"set shapes.row_length={fitting.length}" + ("" if self.checkpointing else " or drafter.checkpointing=true")
+        raise ConfigError(
+            "bucket", bucket.name, expected=f"at most {_gib(room_bytes)} of GPU memory", got=_gib(needed), cause=cause, fix=fix
+        )
+
+
+def _whole_tiles(num_anchors: float, block_size: int) -> int:
+    """So many anchors or more that their draft tokens are whole tiles."""
+    unit = TILE_TOKENS // math.gcd(TILE_TOKENS, block_size)
+    return max(unit, math.ceil(num_anchors / unit) * unit)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

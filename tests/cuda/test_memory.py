@@ -1,0 +1,59 @@
+"""Predicted memory against what a captured bucket takes: target, drafter, optimizer and pool, CUDA's context apart."""
+
+import gc
+
+import pytest
+import torch
+
+from graphcap.data.planner import Bucket
+from graphcap.engine import Engine
+from graphcap.engine.memory import Sizes
+from graphcap.model.drafter import Drafter
+from graphcap.model.target import Target
+from tests.toys import drafter_config, make_step, tiny_model
+
+pytestmark = pytest.mark.cuda
+WIDTHS = {"hidden_size": 576, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "intermediate_size": 1536, "vocab_size": 49152}
+
+
+def measured_and_predicted(bucket: Bucket, *, checkpointing: bool = False, chunk_tokens: int = 2048) -> tuple[int, int]:
+    torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    model = tiny_model(
+        "llama", 0, hidden_size=576, num_attention_heads=9, num_key_value_heads=3, intermediate_size=1536, vocab_size=49152
+    )
+    target = Target(model.to("cuda", torch.bfloat16), (0, 1, 2))
+    config = drafter_config(**WIDTHS, num_layers=3, block_size=16, target_layer_ids=(0, 1, 2), mask_token_id=0)
+    drafter = Drafter(config)
+    drafter.initialize(0)
+    drafter.checkpointing = checkpointing
+    engine = Engine(make_step(target, drafter, chunk_tokens=chunk_tokens), (bucket,))
+    engine.prepare(eager=False)
+    measured = engine.start_up.memory_bytes - before
+    engine.close()
+    sizes = Sizes(
+        drafter=config,
+        num_parameters=sum(parameter.numel() for parameter in drafter.parameters()),
+        target_bytes=sum(parameter.nbytes for parameter in model.parameters()),
+        target_intermediate=1536,
+        itemsize=2,
+        chunk_tokens=chunk_tokens,
+        checkpointing=checkpointing,
+    )
+    print(f"{bucket.name}: measured {measured / 2**20:,.0f} MiB, predicted {sizes.needed_bytes(bucket) / 2**20:,.0f}")
+    return measured, sizes.needed_bytes(bucket)
+
+
+@pytest.mark.parametrize(
+    ("bucket", "changes"),
+    [
+        (Bucket(8192, 1024), {}),
+        (Bucket(8192, 256), {"chunk_tokens": 4096}),
+        (Bucket(4096, 1024), {"checkpointing": True}),
+    ],
+)
+def test_predicted_within_a_tenth_and_never_far_under(bucket, changes):
+    measured, predicted = measured_and_predicted(bucket, **changes)
+    assert 0.98 * measured <= predicted <= 1.1 * measured

@@ -1,0 +1,76 @@
+"""Predicted memory: counted by hand for one bucket, what fits and what does not. Against a GPU: tests/cuda/test_memory.py."""
+
+import random
+
+import pytest
+
+from graphcap.data.planner import Bucket
+from graphcap.engine.memory import ROUNDING, SEGMENT_BYTES, WORKSPACE_BYTES, Sizes
+from graphcap.errors import ConfigError
+from tests.toys import drafter_config, fresh_seed
+
+
+def sizes(**changes) -> Sizes:
+    """Of a toy drafter: hidden 32, 2 layers, 4 query and 2 key heads of 8, MLP 64, vocabulary 64, blocks of 8, 2 taps."""
+    drafter = drafter_config(num_layers=2, block_size=8, target_layer_ids=(0, 2))
+    plain = {
+        "drafter": drafter,
+        "num_parameters": 1000,
+        "target_bytes": 5000,
+        "target_intermediate": 64,
+        "itemsize": 2,
+        "chunk_tokens": 100,
+    }
+    return Sizes(**{**plain, **changes})
+
+
+def test_a_bucket_counted_by_hand():
+    """Two rows of tokens each named once: features, context, blocks, layers, logits and their gradient."""
+    c = sizes().drafter
+    rows, draft, keys, queries = 256, 128, c.num_kv_heads * c.head_dim, c.num_heads * c.head_dim
+    numbers = rows * 2 * c.hidden_size  # features
+    numbers += rows * (2 * c.hidden_size + 2 * c.head_dim)  # fused, normed, rotary table
+    numbers += c.num_layers * rows * 3 * keys  # raw keys, rotated keys, values
+    numbers += draft * (2 * c.hidden_size + 2 * c.head_dim)
+    for _ in range(c.num_layers):
+        numbers += 4 * draft * c.hidden_size + 4 * draft * queries + 3 * draft * c.intermediate_size + draft * keys
+        numbers += 2 * (rows + draft) * keys  # context and block, keys and values
+    predicted = 16 * 7
+    numbers += 2 * 100 * c.vocab_size + 2 * predicted * c.hidden_size
+    assert sizes().step_bytes(Bucket(256, 16)) == pytest.approx(SEGMENT_BYTES + ROUNDING * 2 * numbers, abs=1)
+    assert sizes().held_bytes() == 5000 + 1000 * (2 + 16) + WORKSPACE_BYTES
+
+
+def test_checkpointing_keeps_less_and_a_wide_target_counts():
+    bucket = Bucket(1024, 128)
+    assert sizes(checkpointing=True).step_bytes(bucket) < sizes().step_bytes(bucket)
+    assert sizes(target_intermediate=100_000).step_bytes(bucket) > sizes().step_bytes(bucket)
+    assert sizes(target_intermediate=0).step_bytes(bucket) == sizes().step_bytes(bucket)
+
+
+def test_the_largest_that_fits_fits_and_the_next_does_not():
+    fresh_seed()
+    for _ in range(20):
+        bucket = Bucket(128 * random.randint(8, 64), 16 * random.randint(1, 64))
+        one = sizes(checkpointing=random.random() < 0.5, chunk_tokens=random.randint(1, 4000))
+        smallest = one.needed_bytes(Bucket(128, 16))
+        room = random.randint(smallest + (1 << 16), max(one.needed_bytes(bucket) - 1, smallest + (1 << 17)))
+        fitting = one.largest_that_fits(bucket, room)
+        assert fitting is None or one.needed_bytes(fitting) <= room
+        if fitting is not None and fitting.length < bucket.length:
+            longer = Bucket(
+                fitting.length + 128, max(16, -(-bucket.num_anchors * (fitting.length + 128) // bucket.length // 16) * 16)
+            )
+            assert one.needed_bytes(longer) > room
+
+
+def test_a_bucket_that_does_not_fit_is_refused_by_name():
+    one, bucket = sizes(), Bucket(4096, 512)
+    one.check_fit(bucket, one.needed_bytes(bucket))
+    with pytest.raises(
+        ConfigError, match="bucket '4096/512'.*the largest bucket of as many anchors a token that fits is 3968/496.*"
+    ) as told:
+        one.check_fit(bucket, one.needed_bytes(bucket) - 1)
+    assert "shapes.row_length=3968" in str(told.value)
+    with pytest.raises(ConfigError, match="target, drafter and optimizer"):
+        one.check_fit(bucket, 1000)
