@@ -14,6 +14,7 @@ import torch
 
 from graphcap.config import Recipe
 from graphcap.data.conversations import Document, Documents, load_documents
+from graphcap.data.costs import Costs, Sizes
 from graphcap.data.packing import Schedule, num_anchors_of
 from graphcap.data.planner import Shapes, plan
 from graphcap.engine import Engine
@@ -100,7 +101,9 @@ def build(recipe: Recipe, *, continued: dict | None, say, recorder: Recorder) ->
     recorder.note("load data")
     loaded = _load_data(recipe, tokenizer, drafter_config.mask_token_id, say)
     documents, held_out = loaded["train"].documents, loaded["held_out"].documents
-    shapes, schedule = _plan(recipe, documents, drafter_config.block_size, continued, say)
+    shapes, schedule = _plan(
+        recipe, documents, drafter_config.block_size, continued, say, costs=costs_of(model, drafter_config)
+    )
     evaluation = Evaluation(fitting(held_out, shapes.buckets, count=recipe.eval.documents), shapes.buckets)
     drafter = make_drafter(recipe, drafter_config)
     drafter.checkpointing = recipe.drafter.checkpointing
@@ -303,7 +306,30 @@ def _load_data(recipe: Recipe, tokenizer, mask_token_id: int, say) -> dict[str, 
     return loaded
 
 
-def _plan(recipe: Recipe, documents: list[Document], block_size: int, continued: dict | None, say) -> tuple[Shapes, Schedule]:
+def costs_of(model, config: DrafterConfig) -> Costs:
+    """Predicted times, from the sizes of target and drafter. Experts of a target count as if all ran on every token."""
+    hidden, heads = config.hidden_size, config.num_heads * config.head_dim
+    keys_and_values = 2 * hidden * config.num_kv_heads * config.head_dim
+    text, head = model.config.get_text_config(), config.vocab_size * hidden
+    tables = {id(table.weight): table.weight.numel() for table in (model.get_input_embeddings(), model.get_output_embeddings())}
+    layers = sum(parameter.numel() for parameter in model.parameters()) - sum(tables.values())
+    ran = max(config.target_layer_ids) + 1
+    own_head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return Costs.assumed(
+        Sizes(
+            target=layers * ran // config.num_target_layers,
+            context=len(config.target_layer_ids) * hidden * hidden + config.num_layers * keys_and_values,
+            drafter=config.num_layers * (2 * hidden * heads + keys_and_values + 3 * hidden * config.intermediate_size),
+            head=head,
+            target_width=ran * text.num_attention_heads * own_head_dim,
+            drafter_width=config.num_layers * heads,
+        )
+    )
+
+
+def _plan(
+    recipe: Recipe, documents: list[Document], block_size: int, continued: dict | None, say, *, costs: Costs
+) -> tuple[Shapes, Schedule]:
     """Buckets for these documents, and which rows every update has. A continued run keeps the plan in its folder."""
     wanted = recipe.shapes
     lengths = np.array([len(document.token_ids) for document in documents])
@@ -321,10 +347,20 @@ def _plan(recipe: Recipe, documents: list[Document], block_size: int, continued:
             max_buckets=wanted.max_buckets,
             window=wanted.window,
             ids=ids,
+            rows=wanted.rows,
+            costs=costs,
+            epochs=recipe.optimizer.epochs,
         )
     else:
         shapes = Shapes.load(wanted.plan)
-    shapes.check(lengths, anchors, block_size=block_size, anchor_density=wanted.anchor_density, window=wanted.window)
+    shapes.check(
+        lengths,
+        anchors,
+        block_size=block_size,
+        anchor_density=wanted.anchor_density,
+        window=wanted.window,
+        rows=wanted.rows,
+    )
     largest = shapes.buckets[0].length
     if block_size > largest:
         raise ConfigError(
@@ -345,8 +381,11 @@ def _plan(recipe: Recipe, documents: list[Document], block_size: int, continued:
         rows_per_update=rows_per_update,
         max_updates=recipe.optimizer.max_updates,
     )
+    names = ", ".join(bucket.name for bucket in shapes.buckets) + " (tokens/anchors)"
+    if len(shapes.buckets) == 1 < wanted.max_buckets and wanted.plan == "auto":
+        names += "; one is best, a second would not pay for itself"
     say(
-        f"plan      buckets {', '.join(bucket.name for bucket in shapes.buckets)} (tokens/anchors), {rows_per_update} rows an "
-        f"update, {schedule.num_updates} updates in {recipe.optimizer.epochs} epochs"
+        f"plan      buckets {names}, {rows_per_update} rows an update, {schedule.num_updates} updates in "
+        f"{recipe.optimizer.epochs} epochs"
     )
     return shapes, schedule

@@ -108,7 +108,8 @@ class Shapes:
     plan: str = key("auto", "auto, or a shapes file", resume="same")
     row_length: int = key(0, "length of the largest bucket; 0: from the data", unit="tokens", resume="same", low=0)
     anchor_density: float = key(0.1667, "anchors per supervised token", unit="anchors/token", resume="same", above=0.0)
-    max_buckets: int = key(3, "most buckets a plan may have", unit="buckets", resume="same", low=1)
+    max_buckets: int = key(6, "most buckets a plan may have", unit="buckets", resume="same", low=1)
+    rows: str = key("packed", "several documents a row, or one document a row", resume="same", choices=("packed", "single"))
     window: int = key(4096, "documents shuffled and packed together", unit="documents", resume="same", low=1)
 
 

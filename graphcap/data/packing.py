@@ -1,16 +1,14 @@
 """Which documents share a row, which rows an update has, and where the anchors are: all derived, nothing stored.
 
 The schedule follows from (shapes, ids, lengths, anchor counts, seed, epoch) by integer arithmetic alone, so it is the
-same on every rank and machine; its hash per epoch says so. This file builds no arrays for the device (loader.py) and
-chooses no bucket sizes (planner.py, which tries its choices with `pack_rows`).
+same on every machine and whatever the number of ranks; its hash per epoch says so. This file builds no arrays for the
+device (loader.py), fills no rows itself (rows.py, balance.py) and chooses no bucket sizes (planner.py).
 Called by planner.py, loader.py, train and eval.
 """
 
 from __future__ import annotations
 
-import bisect
 import hashlib
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,20 +16,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from graphcap.data import balance, rows
 from graphcap.errors import DataError
 
 if TYPE_CHECKING:
     from graphcap.data.conversations import Document
+    from graphcap.data.costs import Costs
     from graphcap.data.planner import Bucket, Shapes
 
 # Any change to the draws or to the packing makes other updates from the same recipe: raise it then.
-PACKING_VERSION = 1
+PACKING_VERSION = 2
 
 # Purposes keep the draws apart: the same (seed, epoch, number) gives unrelated values for each of them.
 _ANCHORS, _DOCUMENT_ORDER, _ROW_ORDER = 1, 2, 3
-
-# Documents looked at for a place in a row before the row is closed. More fills rows by less than a thousandth.
-_SCANNED = 128
 
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -86,10 +83,11 @@ def choose_anchors(document: Document, *, seed: int, epoch: int, density: float)
 
 @dataclass(frozen=True)
 class Row:
-    """Documents laid end to end in one bucket. document_ids: ids of Document, in this order."""
+    """Documents laid end to end in one bucket. document_ids: ids of Document, in this order. cost_ps: its predicted time."""
 
     bucket: Bucket
     document_ids: tuple[int, ...]
+    cost_ps: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,76 +99,30 @@ class Update:
     rows: tuple[Row, ...]
 
     def rows_of(self, rank: int, world_size: int = 1) -> tuple[Row, ...]:
-        """The rows of this rank: every world_size-th. The ranks' shares are disjoint and cover all rows."""
+        """The rows of this rank. The ranks' shares are disjoint, cover all rows and take about the same time."""
         assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
-        return self.rows[rank::world_size]
+        ranks = balance.share([row.cost_ps for row in self.rows], world_size)
+        return tuple(row for row, owner in zip(self.rows, ranks) if owner == rank)
 
 
-def pack_rows(
-    lengths: np.ndarray, anchor_counts: np.ndarray, *, length: int, num_anchors: int, most_anchors: int
-) -> list[list[int]]:
-    """Put documents into few rows under two capacities, tokens and anchor slots.
+@dataclass(frozen=True)
+class EpochRows:
+    """One epoch's rows in the order of its updates. documents: int32 [n], indices; starts: int64 [r + 1], borders of rows.
 
-    lengths, anchor_counts: int [n], each at most `length` and `most_anchors`. A row has `length` tokens and
-    `num_anchors` slots; one that begins with a document of more anchors than that has `most_anchors` slots.
-    Returns indices into the inputs, one list a row; each index once, the largest documents first. Ties are broken by
-    index, so the result is a function of the input alone. Time: n log n, plus at most 2 · `_SCANNED` steps a
-    document.
-
-    Row by row: begin with the largest document left, then add the largest that fits, from the documents with many
-    anchors for their length or from those with few, whichever evens out what the row has left. (Best-fit-decreasing
-    does not look at the mix: it left 5 % more of both capacities empty, and far more for tens of thousands of
-    short documents.)
+    bucket: int64 [r], index of the bucket; cost_ps: int64 [r], predicted times.
     """
-    lengths, anchor_counts = np.asarray(lengths, dtype=np.int64), np.asarray(anchor_counts, dtype=np.int64)
-    many = anchor_counts * length > lengths * num_anchors
-    # Sorted by the capacity that the document takes more of; the other one is checked when a place is found.
-    pairs = list(zip(lengths.tolist(), anchor_counts.tolist()))
-    few_pool = sorted((pairs[index][0], pairs[index][1], index) for index in np.flatnonzero(~many).tolist())
-    many_pool = sorted((pairs[index][1], pairs[index][0], index) for index in np.flatnonzero(many).tolist())
 
-    rows = []
-    while few_pool or many_pool:
-        if not many_pool or few_pool and few_pool[-1][0] * num_anchors >= many_pool[-1][0] * length:
-            tokens, anchors, index = few_pool.pop()
-        else:
-            anchors, tokens, index = many_pool.pop()
-        row = [index]
-        tokens_left = length - tokens
-        anchors_left = (most_anchors if anchors > num_anchors else num_anchors) - anchors
-        while True:
-            wants_tokens = tokens_left * num_anchors >= anchors_left * length
-            found = None
-            for from_few in (wants_tokens, not wants_tokens):
-                if from_few:
-                    found = _pop_largest(few_pool, tokens_left, anchors_left)
-                else:
-                    found = _pop_largest(many_pool, anchors_left, tokens_left)
-                if found:
-                    break
-            if not found:
-                break
-            tokens, anchors = found[:2] if from_few else found[1::-1]
-            tokens_left, anchors_left = tokens_left - tokens, anchors_left - anchors
-            row.append(found[2])
-        rows.append(row)
-    return rows
-
-
-def _pop_largest(pool: list[tuple[int, int, int]], first_left: int, second_left: int) -> tuple[int, int, int] | None:
-    """Take the last entry of the sorted pool with first <= first_left and second <= second_left, looking at a few."""
-    at = bisect.bisect_right(pool, (first_left, math.inf)) - 1
-    for place in range(at, max(at - _SCANNED, -1), -1):
-        if pool[place][1] <= second_left:
-            return pool.pop(place)
-    return None
+    documents: np.ndarray
+    starts: np.ndarray
+    bucket: np.ndarray
+    cost_ps: np.ndarray
 
 
 class Schedule:
     """Every update of a run, the same list on every rank.
 
-    Epochs are packed when first asked for. Every document is in exactly one row of every epoch; the last update of an
-    epoch may hold fewer rows.
+    Epochs are packed when first asked for, in about 3 microseconds a document. Every document is in exactly one row of
+    every epoch; the last update of an epoch may hold fewer rows.
     """
 
     def __init__(
@@ -187,7 +139,7 @@ class Schedule:
     ) -> None:
         """ids, lengths, anchor_counts: int [n], one entry a document. max_updates: stop after so many; 0: never.
 
-        Raises: DataError naming the first document that does not fit the largest bucket.
+        Raises: DataError naming the first document that fits no bucket.
         """
         self._ids = np.asarray(ids, dtype=np.int64)
         self._lengths = np.asarray(lengths, dtype=np.int64)
@@ -199,8 +151,7 @@ class Schedule:
         self.shapes, self.seed, self.epochs = shapes, seed, epochs
         self.rows_per_update, self.max_updates = rows_per_update, max_updates
         self._hashes: dict[int, str] = {}
-        self._num_rows: dict[int, int] = {}  # rows of each epoch packed so far
-        self._packed: dict[int, list[Row]] = {}  # the last epoch packed, whole
+        self._packed: dict[int, EpochRows] = {}
         check_fit(shapes.buckets[0], self._ids, self._lengths, self._anchor_counts)
 
     @property
@@ -210,7 +161,7 @@ class Schedule:
 
     @property
     def num_updates(self) -> int:
-        """Updates of the whole run."""
+        """Updates of the whole run. Packs every epoch that it counts."""
         total = 0
         for epoch in range(self.epochs):
             total += -(-self._count(epoch) // self.rows_per_update)
@@ -227,69 +178,83 @@ class Schedule:
             if index + num_updates <= start:
                 index += num_updates
                 continue
-            rows = self._rows(epoch)
-            for first in range(0, len(rows), self.rows_per_update):
+            num_rows = self._count(epoch)
+            for first in range(0, num_rows, self.rows_per_update):
                 if self.max_updates and index >= self.max_updates:
                     return
                 if index >= start:
-                    yield Update(index, epoch, tuple(rows[first : first + self.rows_per_update]))
+                    places = range(first, min(first + self.rows_per_update, num_rows))
+                    yield Update(index, epoch, tuple(self._row(epoch, place) for place in places))
                 index += 1
 
     def epoch_hash(self, epoch: int) -> str:
-        """sha256 (hex) of the epoch's rows in order: buckets, documents and the borders between updates."""
+        """sha256 (hex) of the epoch's rows in order: buckets, documents and the borders between rows and updates."""
         if epoch in self._hashes:
             return self._hashes[epoch]
+        packed = self.epoch_rows(epoch)
+        sizes = np.array([(bucket.length, bucket.num_anchors) for bucket in self.shapes.buckets])
         digest = hashlib.sha256(f"packing {PACKING_VERSION}, {self.rows_per_update} rows an update\n".encode())
-        for row in self._rows(epoch):
-            digest.update(f"{row.bucket.name}: {' '.join(map(str, row.document_ids))}\n".encode())
+        for numbers in (packed.starts, self._ids[packed.documents], sizes[packed.bucket].ravel()):
+            digest.update(np.asarray(numbers).astype("<i8").tobytes())
         self._hashes[epoch] = digest.hexdigest()
         return self._hashes[epoch]
 
     def _count(self, epoch: int) -> int:
-        if epoch not in self._num_rows:
-            self._rows(epoch)
-        return self._num_rows[epoch]
+        return len(self.epoch_rows(epoch).bucket)
 
-    def _rows(self, epoch: int) -> list[Row]:
-        """All rows of one epoch. Only the last epoch asked for is kept: a run needs one at a time."""
+    def _row(self, epoch: int, place: int) -> Row:
+        packed = self._packed[epoch]
+        documents = packed.documents[packed.starts[place] : packed.starts[place + 1]]
+        bucket = self.shapes.buckets[packed.bucket[place]]
+        return Row(bucket, tuple(self._ids[documents].tolist()), int(packed.cost_ps[place]))
+
+    def epoch_rows(self, epoch: int) -> EpochRows:
+        """Shuffle, pack and compose one epoch, once."""
         assert 0 <= epoch, f"epoch {epoch}"
         if epoch not in self._packed:
             order = np.argsort(_hash(self._ids, self.seed, _DOCUMENT_ORDER, epoch), kind="stable")
-            # Windows of equal size, none larger than asked: a last window of three documents would fill no row.
-            num_windows = max(1, -(-len(order) // self.shapes.window))
-            windows = np.array_split(order, num_windows)
-            rows = list(itertools.chain.from_iterable(self._window_rows(window, epoch) for window in windows))
-            self._packed = {epoch: rows}
-            self._num_rows[epoch] = len(rows)
+            lengths = self._lengths[order]
+            packed = pack_documents(self.shapes, lengths, self._anchor_counts[order])
+            firsts = self._ids[order[packed.order[packed.starts[:-1]]]]
+            keys = _hash(firsts, self.seed, _ROW_ORDER, epoch)
+            costs = row_costs(self.shapes, packed, lengths)
+            chosen = balance.compose(packed.window, costs, keys, rows_per_update=self.rows_per_update)
+            counts = np.diff(packed.starts)[chosen]
+            starts = np.append(0, np.cumsum(counts))
+            within = np.arange(len(order)) - np.repeat(starts[:-1], counts)
+            documents = order[packed.order[np.repeat(packed.starts[:-1][chosen], counts) + within]]
+            self._packed[epoch] = EpochRows(documents.astype(np.int32), starts, packed.bucket[chosen], costs[chosen])
         return self._packed[epoch]
 
-    def _window_rows(self, window: np.ndarray, epoch: int) -> list[Row]:
-        """Pack one window and shuffle its rows, because packing puts the longest documents first."""
-        largest = self.shapes.buckets[0]
-        # Of buckets of the greatest length, the one with the fewest slots is for most rows, the others for outliers.
-        num_anchors = min(bucket.num_anchors for bucket in self.shapes.buckets if bucket.length == largest.length)
-        lengths, anchor_counts = self._lengths[window], self._anchor_counts[window]
-        packed = pack_rows(
-            lengths, anchor_counts, length=largest.length, num_anchors=num_anchors, most_anchors=largest.num_anchors
-        )
-        if not packed:
-            return []
-        ids = self._ids[window].tolist()
-        rows = [
-            Row(
-                self._smallest_bucket(int(lengths[members].sum()), int(anchor_counts[members].sum())),
-                tuple(ids[member] for member in members),
-            )
-            for members in packed
-        ]
-        keys = _hash(np.array([row.document_ids[0] for row in rows]), self.seed, _ROW_ORDER, epoch)
-        return [rows[place] for place in np.argsort(keys, kind="stable")]
 
-    def _smallest_bucket(self, num_tokens: int, num_anchors: int) -> Bucket:
-        for bucket in reversed(self.shapes.buckets):
-            if num_tokens <= bucket.length and num_anchors <= bucket.num_anchors:
-                return bucket
-        raise AssertionError(f"a row of {num_tokens} tokens and {num_anchors} anchors was packed but fits no bucket")
+def pack_documents(shapes: Shapes, lengths: np.ndarray, anchor_counts: np.ndarray) -> rows.Packed:
+    """Rows of shuffled documents, window by window. lengths, anchor_counts: int64 [n], in the shuffled order."""
+    # Windows of equal size, none larger than asked: a last window of three documents would fill no row.
+    num_windows = max(1, -(-len(lengths) // shapes.window))
+    sizes = np.full(num_windows, len(lengths) // num_windows) + (np.arange(num_windows) < len(lengths) % num_windows)
+    tables = tables_of([shapes.buckets] * num_windows, shapes.costs, shapes.block_size)
+    if shapes.rows == "packed":
+        return rows.pack(lengths, anchor_counts, sizes, tables)
+    window, each = np.repeat(np.arange(num_windows), sizes), np.arange(len(lengths))
+    bucket = rows.cheapest(lengths, anchor_counts, window, tables)
+    return rows.Packed(each, np.arange(len(lengths) + 1), window, bucket)
+
+
+def tables_of(sets: list[tuple[Bucket, ...]], costs: Costs, block_size: int) -> rows.Tables:
+    """What rows.py needs to know of the buckets of each window."""
+    most = max(len(buckets) for buckets in sets)
+    sizes = np.array([[(b.length, b.num_anchors) for b in buckets] + [(-1, -1)] * (most - len(buckets)) for buckets in sets])
+    length, slots = sizes[..., 0], sizes[..., 1]
+    cost = np.where(length < 0, 0, costs.bucket(length, slots, block_size))
+    return rows.Tables(length, slots, cost, costs.token_ps, costs.draft_token_ps * block_size)
+
+
+def row_costs(shapes: Shapes, packed: rows.Packed, lengths: np.ndarray) -> np.ndarray:
+    """Predicted time of each row, attention included, ps: int64 [r]. lengths: of the documents, in the order packed."""
+    sizes = np.array([(bucket.length, bucket.num_anchors) for bucket in shapes.buckets])
+    pairs = np.add.reduceat(np.square(lengths[packed.order]), packed.starts[:-1]) if len(packed.bucket) else 0
+    own = shapes.costs.bucket(sizes[:, 0], sizes[:, 1], shapes.block_size)
+    return own[packed.bucket] + shapes.costs.pair_ps * pairs
 
 
 def check_fit(largest: Bucket, ids: np.ndarray, lengths: np.ndarray, anchor_counts: np.ndarray) -> None:

@@ -1,9 +1,7 @@
 """Lengths → shapes: the few fixed sizes that a run captures graphs for, and the JSON file that keeps them.
 
-A plain plan: one length that documents are packed into, with slots for the mean number of anchors and, if that saves
-work, a second bucket for rows with a document that has many more; then halves and quarters of it for what is left at
-the end of a window. Packs nothing itself beyond trying how well a number of anchor slots fills (packing.py).
-Called by train and shapes.
+`plan` poses the problem and says what the answer is predicted to cost; search.py solves it, rows.py packs. Called by
+train and shapes.
 """
 
 from __future__ import annotations
@@ -16,18 +14,28 @@ from pathlib import Path
 
 import numpy as np
 
-from graphcap.data.packing import PACKING_VERSION, check_fit, pack_rows
+from graphcap.data import search
+from graphcap.data.costs import ASSUMED, Costs
+from graphcap.data.packing import PACKING_VERSION, check_fit
 from graphcap.errors import ConfigError, DataError
 
 # Tiles of the attention kernels: lengths and draft lengths are whole tiles.
 TILE_TOKENS = 128
 # Rows shorter than this waste launches, so short documents share rows at least this long where there are enough.
 LEAST_ROW_TOKENS = 2048
-# Anchor slots tried, relative to the mean number of anchors in a full row.
-_SLOT_MARGINS = (1.0, 1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.45, 1.6, 2.0)
-_TRIAL_DOCUMENTS = 4096
 _MAX_FILE_BYTES = 64 * 1024
-_KEYS = ("buckets", "block_size", "anchor_density", "window", "packing_version", "fingerprint", "histogram")
+ROWS = ("packed", "single")
+_KEYS = (
+    "buckets",
+    "block_size",
+    "anchor_density",
+    "window",
+    "packing_version",
+    "fingerprint",
+    "histogram",
+    "rows",
+    "costs",
+)
 
 
 @dataclass(frozen=True, order=True)
@@ -49,6 +57,7 @@ class Shapes:
 
     buckets: largest first. anchor_density: anchors per supervised token. window: documents shuffled and packed
     together. fingerprint: sha256 over the documents' lengths, anchor counts and these settings. histogram: for people.
+    rows: "packed", or "single" for one document a row. costs: what the buckets were chosen by, and rows are shared by.
     """
 
     buckets: tuple[Bucket, ...]
@@ -58,9 +67,18 @@ class Shapes:
     packing_version: int
     fingerprint: str
     histogram: dict
+    rows: str = "packed"
+    costs: Costs = ASSUMED
 
     def check(
-        self, lengths: np.ndarray, anchor_counts: np.ndarray, *, block_size: int, anchor_density: float, window: int
+        self,
+        lengths: np.ndarray,
+        anchor_counts: np.ndarray,
+        *,
+        block_size: int,
+        anchor_density: float,
+        window: int,
+        rows: str = "packed",
     ) -> None:
         """Refuse inputs that this was not planned for. lengths, anchor_counts: int [n], in the order of planning.
 
@@ -76,7 +94,8 @@ class Shapes:
                 cause="another version puts other documents into a row",
                 fix=fix,
             )
-        for name, now in (("block_size", block_size), ("anchor_density", anchor_density), ("window", window)):
+        settings = (("block_size", block_size), ("anchor_density", anchor_density), ("window", window), ("rows", rows))
+        for name, now in settings:
             if getattr(self, name) != now:
                 raise DataError(
                     "shapes",
@@ -102,6 +121,7 @@ class Shapes:
         """The shapes as JSON text that `from_json` reads back to an equal Shapes."""
         fields = {name: getattr(self, name) for name in _KEYS}
         fields["buckets"] = [{"length": bucket.length, "num_anchors": bucket.num_anchors} for bucket in self.buckets]
+        fields["costs"] = self.costs.to_json()
         return json.dumps(fields, indent=1) + "\n"
 
     @classmethod
@@ -131,6 +151,8 @@ class Shapes:
                 raise _refuse(
                     source, f"{name}: {kind.__name__}" + (" above 0" if kind in (int, float) else ""), repr(fields[name])
                 )
+        if fields["rows"] not in ROWS:
+            raise _refuse(source, f"rows: {' or '.join(ROWS)}", repr(fields["rows"]))
         if list(buckets) != sorted(set(buckets), reverse=True):
             raise _refuse(source, "buckets largest first, none twice", ", ".join(bucket.name for bucket in buckets))
         for bucket in buckets:
@@ -140,7 +162,7 @@ class Shapes:
                     f"slots times block_size a multiple of {TILE_TOKENS}, and no more than the first bucket's",
                     f"bucket {bucket.name} with block_size {fields['block_size']}",
                 )
-        return cls(**{**fields, "buckets": buckets})
+        return cls(**{**fields, "buckets": buckets, "costs": _costs_from(fields["costs"], source)})
 
     def save(self, path: str | Path) -> None:
         """Write the JSON file, under 64 KiB."""
@@ -185,17 +207,22 @@ def plan(
     max_buckets: int,
     window: int,
     ids: np.ndarray | None = None,
+    rows: str = "packed",
+    costs: Costs = ASSUMED,
+    epochs: int = 1,
 ) -> Shapes:
     """Choose the buckets for documents of these lengths (tokens) and anchor counts, both int [n].
 
     row_length: tokens of the largest bucket; 0: the longest document, or 2048 where there are that many tokens.
-    max_buckets: at most so many. window: documents packed together. ids: int [n], names for errors; left out: 0, 1, ….
-    Raises: DataError naming a document that does not fit, or no documents; ConfigError for a row_length that is no
-    multiple of 128.
+    max_buckets: at most so many; a further bucket must save more time in the epochs than it takes to capture.
+    window: documents packed together. ids: int [n], names for errors; left out: 0, 1, …. rows: "packed", or "single".
+    costs: predicted times. Raises: DataError naming a document that does not fit, or no documents; ConfigError for a
+    row_length that is no multiple of 128.
     """
     lengths, anchor_counts = np.asarray(lengths, dtype=np.int64), np.asarray(anchor_counts, dtype=np.int64)
     assert lengths.shape == anchor_counts.shape and lengths.ndim == 1, (lengths.shape, anchor_counts.shape)
-    assert block_size >= 2 and max_buckets >= 1 and window >= 1, (block_size, max_buckets, window)
+    assert block_size >= 2 and max_buckets >= 1 and window >= 1 and epochs >= 1, (block_size, max_buckets, window, epochs)
+    assert rows in ROWS, rows
     if not len(lengths):
         raise DataError("plan", "shapes", expected="at least one document", got="none", fix="give conversations")
     if row_length % TILE_TOKENS:
@@ -203,65 +230,35 @@ def plan(
         raise ConfigError(
             "recipe key", "shapes.row_length", expected=f"a multiple of {TILE_TOKENS}", got=str(row_length), fix=f"write {near}"
         )
-    length = row_length or _round_up(max(int(lengths.max()), min(LEAST_ROW_TOKENS, int(lengths.sum()))), TILE_TOKENS)
+    shared = min(LEAST_ROW_TOKENS, int(lengths.sum())) if rows == "packed" else 0
+    length = row_length or search.round_up(max(int(lengths.max()), shared), TILE_TOKENS)
     unit = TILE_TOKENS // math.gcd(TILE_TOKENS, block_size)  # N in these units makes N · block_size whole tiles
-    largest = Bucket(length, _round_up(int(anchor_counts.max()), unit))
+    largest = Bucket(length, search.round_up(int(anchor_counts.max()), unit))
     check_fit(largest, np.arange(len(lengths)) if ids is None else np.asarray(ids), lengths, anchor_counts)
-
-    slots = _choose_slots(lengths, anchor_counts, largest, block_size=block_size, window=window, max_buckets=max_buckets)
-    buckets, part = [Bucket(length, num_anchors) for num_anchors in slots], 2
-    while len(buckets) < max_buckets and buckets[-1].length > TILE_TOKENS:
-        smaller = Bucket(_round_up(-(-length // part), TILE_TOKENS), _round_up(-(-slots[-1] // part), unit))
-        if smaller.length == buckets[-1].length:
-            break
-        buckets.append(smaller)
-        part *= 2
+    problem = search.Problem(
+        lengths,
+        anchor_counts,
+        largest=largest,
+        costs=costs,
+        block_size=block_size,
+        tile=TILE_TOKENS,
+        unit=unit,
+        window=window,
+        max_buckets=max_buckets,
+        epochs=epochs,
+    )
     density = float(anchor_density)
     return Shapes(
-        buckets=tuple(buckets),
+        buckets=search.packed(problem) if rows == "packed" else search.single(problem),
         block_size=block_size,
         anchor_density=density,
         window=window,
         packing_version=PACKING_VERSION,
         histogram=_histogram(lengths, anchor_counts),
         fingerprint=fingerprint(lengths, anchor_counts, block_size=block_size, anchor_density=density, window=window),
+        rows=rows,
+        costs=costs,
     )
-
-
-def _choose_slots(
-    lengths: np.ndarray, anchor_counts: np.ndarray, least: Bucket, *, block_size: int, window: int, max_buckets: int
-) -> list[int]:
-    """Anchor slots of the bucket, or the two buckets, of the greatest length: more slots first.
-
-    least: that length, and the slots of the document with the most anchors. Few slots make rows end before their
-    tokens are full, many stay empty; which is worse depends on how much documents differ. So a few numbers around the
-    mean are tried on a sample, and the least work wins, counted in positions: row tokens + draft tokens, padded.
-    A second bucket must save a twentieth, for it costs a compilation.
-    """
-    unit = TILE_TOKENS // math.gcd(TILE_TOKENS, block_size)
-    places = np.unique(np.linspace(0, len(lengths) - 1, min(len(lengths), window, _TRIAL_DOCUMENTS)).astype(np.int64))
-    lengths_tried, anchors_tried = lengths[places], anchor_counts[places]
-    length, needed = least.length, least.num_anchors
-    mean = int(anchor_counts.sum()) * length / int(lengths.sum())
-    costs = {}
-    for margin in _SLOT_MARGINS:
-        slots = _round_up(math.ceil(mean * margin), unit)
-        most = max(slots, needed)
-        rows = pack_rows(lengths_tried, anchors_tried, length=length, num_anchors=slots, most_anchors=most)
-        num_high = sum(int(anchors_tried[row].sum()) > slots for row in rows)
-        costs[most, slots] = len(rows) * (length + slots * block_size) + num_high * (most - slots) * block_size
-        if most > slots and (most, most) not in costs:
-            rows = pack_rows(lengths_tried, anchors_tried, length=length, num_anchors=most, most_anchors=most)
-            costs[most, most] = len(rows) * (length + most * block_size)
-    best_one = min((cost, slots) for (most, slots), cost in costs.items() if most == slots)
-    best = min((cost, most, slots) for (most, slots), cost in costs.items())
-    if max_buckets >= 2 and best[0] < 0.95 * best_one[0]:
-        return [best[1], best[2]]
-    return [best_one[1]]
-
-
-def _round_up(number: int, unit: int) -> int:
-    return max(unit, -(-number // unit) * unit)
 
 
 def _histogram(lengths: np.ndarray, anchor_counts: np.ndarray) -> dict:
@@ -289,6 +286,14 @@ def _bucket_from(entry: object, source: str) -> Bucket:
     if not good or entry["length"] % TILE_TOKENS:
         raise _refuse(source, f"a bucket with length (a multiple of {TILE_TOKENS}) and num_anchors", repr(entry))
     return Bucket(entry["length"], entry["num_anchors"])
+
+
+def _costs_from(entry: object, source: str) -> Costs:
+    names = list(ASSUMED.to_json())
+    good = isinstance(entry, dict) and set(entry) == set(names)
+    if not good or not all(type(value) is int and 0 <= value < 2**62 for value in entry.values()) or not entry["token_ps"]:
+        raise _refuse(source, f"costs in whole picoseconds: {', '.join(names)}", repr(entry))
+    return Costs(**entry)
 
 
 def _refuse(source: str, expected: str, got: str) -> DataError:

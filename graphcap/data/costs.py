@@ -1,0 +1,142 @@
+"""What a bucket costs: the predicted time of a micro step, an update and a captured graph.
+
+A micro step's time is linear in the tokens and draft tokens of its bucket, and in the squares of its documents' lengths:
+attention sees one document at a time, and its kernels skip the tiles between documents, but padding is computed like any
+token. Times are whole picoseconds, rounded once, so plans and schedules made from them are equal on every machine.
+Measures nothing (`fit` takes what was measured). Called by search.py, planner.py, packing.py and build.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+PS_PER_MS = 10**9
+PS_PER_S = 10**12
+# Assumed where nothing was measured. An H200 makes 790 TFLOP/s in one large bfloat16 matrix product; norms, losses and
+# attention bring a whole step to about half of that.
+_FLOP_PER_S = 400e12
+_MICRO_STEP_S = 0.4e-3  # mask, fill and small kernels, whatever the bucket
+_BYTES_PER_PARAMETER_AND_UPDATE, _BYTES_PER_S = 48, 4.3e12
+_BUCKET_S = 15.0  # to compile and capture one more bucket at start-up
+_DRAFT_TOKENS_PER_TOKEN = 1.5  # that attend to half of their document, forward and backward
+_KEYS = ("micro_step_ps", "token_ps", "draft_token_ps", "pair_ps", "update_ps", "bucket_ps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What FLOPs follow from. Parameters by how they are used; widths are layers times heads times head size.
+
+    target: of the layers that run; context: the drafter's fusion and its keys and values of the context; drafter: its
+    layers; head: vocabulary times hidden size.
+    """
+
+    target: int
+    context: int
+    drafter: int
+    head: int
+    target_width: int
+    drafter_width: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Predicted times, whole picoseconds: of a micro step whatever its bucket, of one token and one draft token in it, of
+    one token-times-token of a document (its length squared), of an update, and of one more bucket at start-up."""
+
+    micro_step_ps: int
+    token_ps: int
+    draft_token_ps: int
+    pair_ps: int
+    update_ps: int
+    bucket_ps: int
+
+    def __post_init__(self) -> None:
+        for name in _KEYS:
+            value = getattr(self, name)
+            assert type(value) is int and value >= 0, f"{name} {value!r}"
+        assert self.token_ps > 0, "a token costs something"
+
+    def bucket(self, length, num_anchors, block_size: int):
+        """A micro step of this bucket without its attention, ps: int or int64 array, as length and num_anchors are."""
+        return self.micro_step_ps + self.token_ps * length + self.draft_token_ps * block_size * num_anchors
+
+    def bound(self, lengths: np.ndarray, anchor_counts: np.ndarray, block_size: int) -> int:
+        """All documents at their own cost, ps: no padding, no micro step's constant, no update."""
+        tokens, anchors = int(np.sum(lengths)), int(np.sum(anchor_counts))
+        return self.token_ps * tokens + self.draft_token_ps * block_size * anchors + self.attention(lengths)
+
+    def attention(self, lengths: np.ndarray) -> int:
+        """Attention of documents of these lengths, ps."""
+        return self.pair_ps * int(np.sum(np.square(np.asarray(lengths, dtype=np.int64))))
+
+    def to_json(self) -> dict:
+        """Names and whole numbers; `Costs(**…)` reads them back."""
+        return asdict(self)
+
+    @classmethod
+    def assumed(cls, sizes: Sizes) -> Costs:
+        """Costs from FLOPs at a rate that nobody measured here: right in their proportions more than in their size."""
+        flops = {
+            "token_ps": 2 * sizes.target + 6 * sizes.context,
+            "draft_token_ps": 6 * sizes.drafter + 4 * sizes.head,  # the head is frozen: no gradient of its weights
+            "pair_ps": 2 * sizes.target_width + _DRAFT_TOKENS_PER_TOKEN * 7 * sizes.drafter_width,
+        }
+        trained = sizes.context + sizes.drafter
+        return cls(
+            micro_step_ps=round(_MICRO_STEP_S * PS_PER_S),
+            update_ps=round(trained * _BYTES_PER_PARAMETER_AND_UPDATE / _BYTES_PER_S * PS_PER_S),
+            bucket_ps=round(_BUCKET_S * PS_PER_S),
+            **{name: max(1, round(flop / _FLOP_PER_S * PS_PER_S)) for name, flop in flops.items()},
+        )
+
+    @classmethod
+    def fit(
+        cls, samples: list[tuple[int, int, int, float]], *, block_size: int, update_ms: float = 0.0, bucket_s: float = 0.0
+    ) -> Costs:
+        """Costs from measured micro steps: (length, num_anchors, sum of the documents' squared lengths, ms) each.
+
+        Least squares of the relative error, no coefficient below zero. update_ms, bucket_s: measured apart.
+        """
+        assert samples and all(ms > 0 for *_, ms in samples), "micro steps that took some time"
+        length, num_anchors, pairs, ms = (np.array(column, dtype=np.float64) for column in zip(*samples))
+        columns = np.stack([np.ones_like(ms), length, num_anchors * block_size, pairs], axis=1) / ms[:, None]
+        found = np.rint(_non_negative(columns, np.ones_like(ms)) * PS_PER_MS).astype(np.int64).tolist()
+        return cls(
+            micro_step_ps=found[0],
+            token_ps=max(1, found[1]),
+            draft_token_ps=found[2],
+            pair_ps=found[3],
+            update_ps=round(update_ms * PS_PER_MS),
+            bucket_ps=round(bucket_s * PS_PER_S),
+        )
+
+
+def _non_negative(columns: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Least squares with no coefficient below zero: the best of the free solutions over every choice of columns."""
+    scale = np.maximum(np.abs(columns).max(axis=0), 1e-300)
+    best, least = np.zeros(columns.shape[1]), float(wanted @ wanted)
+    for count in range(1, columns.shape[1] + 1):
+        for used in itertools.combinations(range(columns.shape[1]), count):
+            part = columns[:, used] / scale[list(used)]
+            solution = np.linalg.lstsq(part, wanted, rcond=None)[0]
+            error = float(np.square(part @ solution - wanted).sum())
+            if (solution >= 0).all() and error < least:
+                best, least = np.zeros(columns.shape[1]), error
+                best[list(used)] = solution / scale[list(used)]
+    return best
+
+
+# For plans made without a target at hand: a drafter of five layers for a dense target of 8 billion parameters.
+ASSUMED = Costs.assumed(
+    Sizes(
+        target=6_950_000_000,
+        context=126_000_000,
+        drafter=963_000_000,
+        head=622_000_000,
+        target_width=36 * 4096,
+        drafter_width=5 * 4096,
+    )
+)

@@ -1,0 +1,73 @@
+"""Predicted times: a fit finds the numbers that made the samples, and sums are what a loop over documents says."""
+
+import json
+import secrets
+
+import numpy as np
+import pytest
+
+from graphcap.data.costs import ASSUMED, PS_PER_MS, Costs, Sizes
+
+
+def made(draw: np.random.Generator, *, zero: str = "") -> tuple[Costs, list]:
+    """Costs, and micro steps that took just so long."""
+    names = {"micro_step_ps": 3e9, "token_ps": 4e7, "draft_token_ps": 2e7, "pair_ps": 1000}
+    values = {name: int(draw.uniform(0.5, 2) * size) * (name != zero) for name, size in names.items()}
+    costs = Costs(**values, update_ps=5 * PS_PER_MS, bucket_ps=0)
+    samples = []
+    for _ in range(30):
+        length, num_anchors = int(draw.integers(1, 64)) * 128, int(draw.integers(1, 128)) * 8
+        pairs = int(draw.uniform(0.01, 1) * length**2)
+        samples.append(
+            (length, num_anchors, pairs, (costs.bucket(length, num_anchors, 16) + costs.pair_ps * pairs) / PS_PER_MS)
+        )
+    return costs, samples
+
+
+def distance(one: Costs, other: Costs) -> float:
+    """Largest relative difference of the four coefficients."""
+    names = ("micro_step_ps", "token_ps", "draft_token_ps", "pair_ps")
+    return max(abs(getattr(one, name) - getattr(other, name)) / max(1, getattr(other, name)) for name in names)
+
+
+@pytest.mark.parametrize("zero", ["", "micro_step_ps", "draft_token_ps", "pair_ps"])
+def test_a_fit_finds_the_costs_that_made_the_samples(zero):
+    seed = secrets.randbits(32)
+    costs, samples = made(np.random.default_rng(seed), zero=zero)
+    found = Costs.fit(samples, block_size=16, update_ms=5.0)
+    assert distance(found, costs) < 1e-3 and found.update_ps == costs.update_ps, f"seed {seed}: {found} for {costs}"
+    # Must fail: the same times for other buckets.
+    twin = [(length + 1024, num_anchors, pairs, ms) for length, num_anchors, pairs, ms in samples]
+    assert distance(Costs.fit(twin, block_size=16), costs) > 1e-3, f"seed {seed}"
+
+
+def test_a_fit_of_noisy_times_predicts_them_and_is_never_negative():
+    seed = secrets.randbits(32)
+    draw = np.random.default_rng(seed)
+    costs, samples = made(draw, zero="pair_ps")
+    noisy = [(*sizes, ms * draw.uniform(0.97, 1.03)) for *sizes, ms in samples]
+    found = Costs.fit(noisy, block_size=16)
+    assert min(found.to_json().values()) >= 0, f"seed {seed}"
+    for length, num_anchors, pairs, ms in samples:
+        predicted = (found.bucket(length, num_anchors, 16) + found.pair_ps * pairs) / PS_PER_MS
+        assert abs(predicted / ms - 1) < 0.03, f"seed {seed}"
+
+
+def test_sums_are_those_of_a_loop_and_json_reads_back():
+    draw = np.random.default_rng(secrets.randbits(32))
+    lengths, counts = draw.integers(1, 5000, 50), draw.integers(0, 500, 50)
+    loop = sum(
+        ASSUMED.token_ps * n + ASSUMED.draft_token_ps * 16 * a + ASSUMED.pair_ps * n * n
+        for n, a in zip(lengths.tolist(), counts.tolist())
+    )
+    assert ASSUMED.bound(lengths, counts, 16) == loop
+    assert Costs(**json.loads(json.dumps(ASSUMED.to_json()))) == ASSUMED
+
+
+def test_assumed_costs_follow_the_sizes():
+    sizes = {"target": 10**9, "context": 10**7, "drafter": 10**8, "head": 10**8, "target_width": 10**4, "drafter_width": 10**3}
+    small = Costs.assumed(Sizes(**sizes))
+    for name, cost in (("target", "token_ps"), ("head", "draft_token_ps"), ("target_width", "pair_ps")):
+        large = Costs.assumed(Sizes(**{**sizes, name: 3 * sizes[name]}))
+        changed = {key for key, value in large.to_json().items() if value != getattr(small, key)}
+        assert changed == {cost} and getattr(large, cost) > getattr(small, cost)
