@@ -86,7 +86,7 @@ def digest_of(token_ids: np.ndarray) -> int:
 def needed_bytes(kind: Kind, *, num_documents: int, num_tokens: int, shard_bytes: int) -> int:
     """Bytes on disk of a store of so much, in shards of about `shard_bytes`."""
     data = num_tokens * kind.token_bytes + num_documents * COLUMN_BYTES
-    return data + (1 + data // shard_bytes) * (HEADER_BYTES + 300) + 500
+    return data + min(num_documents, 1 + data // shard_bytes) * (HEADER_BYTES + 300) + 500
 
 
 def shard_header(kind: Kind, *, num_documents: int, num_tokens: int) -> bytes:
