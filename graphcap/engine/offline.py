@@ -17,6 +17,8 @@ from graphcap.engine.slots import Buffer, Slot, as_numpy
 from graphcap.engine.step import DrafterStep
 from graphcap.model.target import Target
 
+EXAMPLE_TOKENS = 251  # of random features that an example repeats: of a long row they would take seconds to draw
+
 
 class StoredStep(DrafterStep):
     """The drafter's step on features that the host fills in. `target` needs its embedding and head only."""
@@ -28,10 +30,10 @@ class StoredStep(DrafterStep):
 
     def example(self, bucket) -> dict[str, np.ndarray]:
         arrays = super().example(bucket)
-        shape = (len(arrays["token_ids"]), self.target.num_features)
         generator = torch.Generator().manual_seed(int(arrays["anchors"].sum()))
-        features_TF = torch.randn(shape, generator=generator).to(self.target.head_VD.dtype)
-        return {**arrays, "features": as_numpy(features_TF)}
+        some_PF = torch.randn(EXAMPLE_TOKENS, self.target.num_features, generator=generator).to(self.target.head_VD.dtype)
+        place_T = torch.arange(len(arrays["token_ids"])) % EXAMPLE_TOKENS
+        return {**arrays, "features": as_numpy(some_PF[place_T])}
 
     def _features(self, slot: Slot) -> Tensor:
         return slot["features"]

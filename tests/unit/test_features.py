@@ -264,7 +264,7 @@ def test_what_was_added_before_an_error_is_kept_by_close(tmp_path):
     writer = folder.writer(kind, shard_bytes=1 << 30)
     for one in documents[:4]:
         writer.add(*one)
-    writer._write(b"half of a document", writer._end)  # as if the disk had been full
+    writer._write(bytes(1000), writer._end)  # half of a document, as if the disk had been full
     writer.close()
     folder.close()
     store = FeatureStore(tmp_path / "store")

@@ -9,15 +9,12 @@ import torch
 from graphcap.data.planner import Bucket
 from graphcap.engine import Engine
 from graphcap.engine.offline import FeatureStep, StoredStep
-from graphcap.engine.optimizer import Hyper
 from graphcap.engine.slots import Buffer, Slot, as_numpy
 from graphcap.errors import ConfigError, ShapeError
-from graphcap.model.blocks import decay, default_gamma
 from graphcap.model.ends import TargetEnds, TargetFiles, check_identity, load_skeleton
 from graphcap.model.identity import Identity, fingerprint, identity_of
 from graphcap.model.loading import load_model
 from tests.toys import (
-    HYPER,
     fresh_seed,
     make_engine,
     make_step,
@@ -35,10 +32,8 @@ WHERE = {"revision": "main", "trust_remote_code": False}
 BUCKETS = (Bucket(128, 8), Bucket(64, 8))
 
 
-def stored_step(target, drafter, num_updates: int = 100) -> StoredStep:
-    block_size = drafter.config.block_size
-    weights, hyper = decay(block_size, default_gamma(block_size)), Hyper(num_updates=num_updates, **HYPER)
-    return StoredStep(target, drafter, decay=weights, hyper=hyper, chunk_tokens=64)
+def stored_step(target, drafter) -> StoredStep:
+    return make_step(target, drafter, kind=StoredStep)
 
 
 def extracted(target, bucket: Bucket, arrays: dict[str, np.ndarray]) -> np.ndarray:
