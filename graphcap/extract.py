@@ -8,6 +8,7 @@ Calls: cli.py, train.py (for features.missing = "compute").
 """
 
 import dataclasses
+import gc
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,8 +26,8 @@ from graphcap.engine import Engine
 from graphcap.engine.guard import start_compile_workers, torchs_cache_folder, use_deterministic_math
 from graphcap.engine.offline import FeatureStep
 from graphcap.errors import closing
-from graphcap.model.ends import load_skeleton
-from graphcap.model.identity import identity_of
+from graphcap.model.ends import TargetFiles, check_identity, load_skeleton
+from graphcap.model.identity import Identity, identity_of
 from graphcap.model.loading import device_and_dtype, dtype_name, load_model, load_tokenizer
 from graphcap.model.target import Target
 from graphcap.offline import missing_of, needed_rows
@@ -82,6 +83,8 @@ def extract(recipe: Recipe, out: str, *, continued: dict | None, eager: bool, sa
         kind = Kind(store.kind.target if store else unnamed, config.target_layer_ids, hidden_size, dtype_name(dtype))
         if store is not None:
             check_kind(store.kind, kind, folder.folder)
+            files = TargetFiles(recipe.target.path, revision=recipe.target.revision)
+            check_identity(Identity(**store.kind.target), skeleton, files, folder.folder)
         rows = needed_rows(layout.schedule, layout.evaluation)
         documents = {False: layout.documents, True: layout.evaluation.documents}
         work = Work(missing_of(store, rows, documents[False], documents[True]), documents, layout.shapes.buckets)
@@ -95,6 +98,8 @@ def extract(recipe: Recipe, out: str, *, continued: dict | None, eager: bool, sa
         kind = dataclasses.replace(kind, target=dataclasses.asdict(identity))
         with closing(folder.writer(kind, shard_bytes=recipe.features.shard_bytes)) as writer:
             _write(work, target, writer, eager=eager, say=say, note=note)
+        del target
+        gc.collect()  # a target and its hooks hold each other, and training in this process may need the memory
     say(f"extracted {work.num_documents:,} documents to {out}")
 
 

@@ -152,7 +152,8 @@ def _files(path: str, revision: str) -> list[Path]:
     from transformers.utils import cached_file
 
     def find(name: str) -> str | None:
-        absent = {"_raise_exceptions_for_missing_entries": False}
+        # None for a file that is not there, also where that cannot be asked because the Hub is out of reach.
+        absent = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
         return cached_file(path, name, revision=revision, **absent)
 
     whole = find("model.safetensors")

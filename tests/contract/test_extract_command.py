@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from graphcap import build, cli
 from graphcap.data.features import HEADER_BYTES, FeatureStore
 from graphcap.ops import checkpoint, rank
-from graphcap.ops.features import FeatureFolder
+from graphcap.ops.features import FeatureFolder, FeatureWriter
 from graphcap.ops.progress import read_metrics, without_clock
 
 SMALL = (
@@ -140,6 +140,29 @@ def test_what_is_missing_is_refused_or_computed_and_kept_and_the_same_command_go
     capsys.readouterr()
     assert cli.main(["extract", *small, "--out", str(out)]) == 0
     assert "has every document of the recipe" in capsys.readouterr().out
+
+
+def test_an_extract_that_is_interrupted_keeps_its_work_and_goes_on(small, stored, tmp_path, monkeypatch, capsys):
+    command, added = ["extract", *small, "--out", str(tmp_path / "store")], []
+
+    def interrupted(self, *arguments):
+        if len(added) == 5:
+            raise KeyboardInterrupt
+        added.append(arguments)
+        add(self, *arguments)
+
+    add = FeatureWriter.add
+    with monkeypatch.context() as patch:
+        patch.setattr(FeatureWriter, "add", interrupted)
+        assert cli.main(command) == 3
+    assert "stopped on request; the same command continues" in capsys.readouterr().err
+    kept = FeatureStore(tmp_path / "store")
+    assert kept.num_documents == 5
+    assert cli.main(command) == 0
+    whole, again = FeatureStore(stored), FeatureStore(tmp_path / "store")
+    assert again.shards[0] == kept.shards[0]
+    for name in ("key", "digest", "crc32"):  # of the bits
+        assert np.array_equal(whole._table[name], again._table[name])
 
 
 def test_features_of_other_taps_another_dtype_or_another_target_are_refused(small, stored, tmp_path, capsys):
