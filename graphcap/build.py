@@ -1,7 +1,7 @@
 """What a training run is made of: target, data, plan, drafter, engine, each loaded or made and said in one line.
 
 Nothing is written before all of it stands, so that a recipe that cannot run leaves nothing behind.
-Calls: train.py.
+Calls: train.py, extract.py.
 """
 
 import dataclasses
@@ -17,15 +17,18 @@ from graphcap.data.conversations import Document, Documents, load_documents
 from graphcap.data.costs import Costs, Sizes
 from graphcap.data.packing import Schedule, num_anchors_of
 from graphcap.data.planner import Shapes, plan
+from graphcap.data.prefetch import RowReader
 from graphcap.engine import Engine
 from graphcap.engine.evaluation import Evaluation, fitting
 from graphcap.engine.guard import start_compile_workers, torchs_cache_folder, use_deterministic_math
 from graphcap.engine.marks import Marks
+from graphcap.engine.offline import StoredStep
 from graphcap.engine.optimizer import ALIGNMENT_BYTES, Hyper
 from graphcap.engine.step import DrafterStep
 from graphcap.errors import CaptureError, ConfigError
 from graphcap.model import blocks
 from graphcap.model.drafter import Drafter, DrafterConfig, tapped_layers
+from graphcap.model.ends import TargetEnds, load_skeleton
 from graphcap.model.identity import Identity, identity_of
 from graphcap.model.loading import (
     device_and_dtype,
@@ -37,6 +40,7 @@ from graphcap.model.loading import (
     rope_theta,
 )
 from graphcap.model.target import Target
+from graphcap.offline import check_complete, missing_of, needed_rows, open_store
 from graphcap.ops import caches, checkpoint
 from graphcap.ops.blackbox import GPU_AT, Recorder
 from graphcap.ops.export import check_fits, read_config, read_drafter, read_target
@@ -50,19 +54,32 @@ class TrainingRun:
     recipe: Recipe
     folder: Path
     tokenizer: object
-    target: Target
+    target: Target | TargetEnds
     drafter: Drafter
     documents: dict[int, Document]
     held_out: list[Document]
     evaluation: Evaluation
     shapes: Shapes
     schedule: Schedule
+    reader: RowReader  # of rows, and of their features where those are stored
     engine: Engine
     identity: Identity  # of the target
     revisions: dict[str, str]  # commits of the data sets that came from the Hub
     settings: dict[str, str]  # the deterministic settings in force, for env.json
     recorder: Recorder
     position: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The documents of a run, training's by id, and the rows that it makes of them."""
+
+    documents: dict[int, Document]
+    held_out: list[Document]
+    evaluation: Evaluation
+    shapes: Shapes
+    schedule: Schedule
+    revisions: dict[str, str]
 
 
 def build(recipe: Recipe, *, continued: dict | None, say, recorder: Recorder) -> TrainingRun:
@@ -85,12 +102,19 @@ def build(recipe: Recipe, *, continued: dict | None, say, recorder: Recorder) ->
     if continued is None:
         _check_disk(recipe, load_config(recipe.target.path, **where), dtype)
     tokenizer = load_tokenizer(recipe.target.path, **where)
-    model = load_model(recipe.target.path, dtype=dtype, device=device, **where)
+    if recipe.features.path:
+        model = load_skeleton(recipe.target.path, **where)
+    else:
+        model = load_model(recipe.target.path, dtype=dtype, device=device, **where)
     drafter_config, mask_name = configure_drafter(recipe, model, tokenizer)
-    target = Target(model, drafter_config.target_layer_ids)
-    identity = identity_of(model, recipe.target.path)
+    if recipe.features.path:
+        store, target, identity = open_store(recipe, model, drafter_config, dtype=dtype, device=device, say=say)
+    else:
+        store, target, identity = None, Target(model, drafter_config.target_layer_ids), identity_of(model, recipe.target.path)
     _check_same_target(identity, recipe, continued, say)
     taps, place = list(drafter_config.target_layer_ids), f"{dtype_name(dtype)} on {device.type}"
+    if store is not None:
+        place = f"only embedding and head loaded, {place}"
     say(
         f"target    {recipe.target.path}: {_millions(model)} M parameters, {place}, layers {taps} tapped, "
         f"MASK is {mask_name}, fingerprint {identity.fingerprint}{_at_commit(identity)}  ({time.monotonic() - begin:.0f} s)"
@@ -99,20 +123,18 @@ def build(recipe: Recipe, *, continued: dict | None, say, recorder: Recorder) ->
     if device.type == "cuda" and (warning := untested(torch.__version__)):
         say(f"versions  {warning}")
     recorder.note("load data")
-    loaded = _load_data(recipe, tokenizer, drafter_config.mask_token_id, say)
-    documents, held_out = loaded["train"].documents, loaded["held_out"].documents
-    shapes, schedule = _plan(
-        recipe, documents, drafter_config.block_size, continued, say, costs=costs_of(model, drafter_config)
-    )
-    evaluation = Evaluation(fitting(held_out, shapes.buckets, count=recipe.eval.documents), shapes.buckets)
+    layout = lay_out(recipe, tokenizer, drafter_config, continued, say, costs=costs_of(model, drafter_config))
+    if store is not None:
+        needed = needed_rows(layout.schedule, layout.evaluation)
+        check_complete(store, missing_of(store, needed, layout.documents, layout.evaluation.documents))
     drafter = make_drafter(recipe, drafter_config)
     drafter.checkpointing = recipe.drafter.checkpointing
     gamma = recipe.loss.gamma or blocks.default_gamma(drafter_config.block_size)
-    step = DrafterStep(
+    step = (DrafterStep if store is None else StoredStep)(
         target,
         drafter,
         decay=blocks.decay(drafter_config.block_size, gamma),
-        hyper=_hyper(recipe, schedule.num_updates),
+        hyper=_hyper(recipe, layout.schedule.num_updates),
         chunk_tokens=recipe.loss.chunk_tokens,
     )
     num_layers, block_size = drafter_config.num_layers, drafter_config.block_size
@@ -123,16 +145,33 @@ def build(recipe: Recipe, *, continued: dict | None, say, recorder: Recorder) ->
         tokenizer=tokenizer,
         target=target,
         drafter=drafter,
-        documents={document.id: document for document in documents},
-        held_out=held_out,
-        evaluation=evaluation,
-        shapes=shapes,
-        schedule=schedule,
-        engine=Engine(step, shapes.buckets, note=recorder.note, marks=_marks(recorder, device, say)),
+        **vars(layout),
+        reader=RowReader(
+            layout.documents,
+            store,
+            seed=recipe.run.seed,
+            density=recipe.shapes.anchor_density,
+            num_threads=recipe.features.threads,
+        ),
+        engine=Engine(step, layout.shapes.buckets, note=recorder.note, marks=_marks(recorder, device, say)),
         identity=identity,
-        revisions={origin.path: origin.revision for part in loaded.values() for origin in part.origins if origin.revision},
         settings=settings,
         recorder=recorder,
+    )
+
+
+def lay_out(recipe: Recipe, tokenizer, drafter_config: DrafterConfig, continued: dict | None, say, *, costs: Costs) -> Layout:
+    """Load the documents and plan their rows. Raises: GraphcapError for documents or a plan that cannot be used."""
+    loaded = _load_data(recipe, tokenizer, drafter_config.mask_token_id, say)
+    documents, held_out = loaded["train"].documents, loaded["held_out"].documents
+    shapes, schedule = _plan(recipe, documents, drafter_config.block_size, continued, say, costs=costs)
+    return Layout(
+        documents={document.id: document for document in documents},
+        held_out=held_out,
+        evaluation=Evaluation(fitting(held_out, shapes.buckets, count=recipe.eval.documents), shapes.buckets),
+        shapes=shapes,
+        schedule=schedule,
+        revisions={origin.path: origin.revision for part in loaded.values() for origin in part.origins if origin.revision},
     )
 
 

@@ -32,6 +32,14 @@ EXPORT_EXAMPLE = """example:
   graphcap export --check drafter --target graphcap/assets/tiny"""
 
 
+EXTRACT_EXAMPLE = """example:
+  graphcap extract runs/tiny.toml --out runs/out/features
+  graphcap train runs/tiny.toml features.path=runs/out/features
+  graphcap extract --check runs/out/features
+
+Takes the recipe that training will take. Started again, the same command computes only what the folder lacks."""
+
+
 STATUS_EXAMPLE = """example:
   graphcap status runs/out/tiny
   graphcap status runs/out --json"""
@@ -55,6 +63,7 @@ def parser() -> argparse.ArgumentParser:
     _add_train(verbs)
     _add_eval(verbs)
     _add_export(verbs)
+    _add_extract(verbs)
     _add_status(verbs)
     _add_doctor(verbs)
     return top
@@ -126,6 +135,16 @@ def _add_export(verbs) -> None:
     export.set_defaults(run=_export, parser=export)
 
 
+def _add_extract(verbs) -> None:
+    extract = _verb(verbs, "extract", "write a target's features of a recipe's documents, to train without it", EXTRACT_EXAMPLE)
+    extract.add_argument("recipe", metavar="RECIPE", nargs="?", help="a TOML file, for example runs/tiny.toml")
+    extract.add_argument("overrides", metavar="section.key=value", nargs="*", help="override a key of the recipe")
+    extract.add_argument("--out", metavar="FOLDER", help="the folder to make or to complete; features.path of the recipe")
+    extract.add_argument("--eager", action="store_true", help="launch the target from Python instead of replaying CUDA graphs")
+    extract.add_argument("--check", metavar="FOLDER", help="read every byte of such a folder and say whether it is whole")
+    extract.set_defaults(run=_extract, parser=extract)
+
+
 def _add_status(verbs) -> None:
     status = _verb(verbs, "status", "say what a run is doing, or how it ended", STATUS_EXAMPLE)
     status.add_argument("folders", metavar="RUN", nargs="+", help="a run's folder, or a folder that holds runs")
@@ -170,7 +189,7 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     top = parser()
     options, rest = top.parse_known_args(arguments)
-    if options.verb == "train" and not any(word.startswith("-") for word in rest):
+    if options.verb in ("train", "extract") and not any(word.startswith("-") for word in rest):
         options.overrides += rest  # overrides may stand behind an option too
     elif rest:
         options.parser.error(f"unrecognized: {' '.join(rest)}")
@@ -180,8 +199,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"graphcap: {error.told}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        go_on = "; the same command continues from the newest checkpoint" if options.verb == "train" else ""
-        print(f"graphcap: stopped on request{go_on}", file=sys.stderr)
+        go_on = {"train": "; the same command continues from the newest checkpoint", "extract": "; the same command continues"}
+        print(f"graphcap: stopped on request{go_on.get(options.verb, '')}", file=sys.stderr)
         return 3
     except BrokenPipeError:
         _give_up_output()
@@ -278,6 +297,30 @@ def _export(options) -> int:
         for line in export.check(options.check, target_path=options.target):
             _say(line)
         _say("whole and sound")
+    return 0
+
+
+def _extract(options) -> int:
+    if (options.check is None) == (options.recipe is None):
+        options.parser.error("give RECIPE, or --check FOLDER; for example: graphcap extract runs/tiny.toml --out FOLDER")
+    from graphcap import config
+
+    recipe = config.load_recipe(options.recipe, options.overrides) if options.check is None else None
+    out = options.check or options.out or recipe.features.path
+    if not out:
+        options.parser.error("--out FOLDER is missing; for example: graphcap extract runs/tiny.toml --out runs/out/features")
+    from graphcap.ops.progress import quiet_libraries, silence_transformers
+
+    quiet_libraries(None)
+    from graphcap import extract
+
+    silence_transformers()
+    if options.check is not None:
+        for line in extract.check(out):
+            _say(line)
+        _say("whole and sound")
+    else:
+        extract.extract(recipe, out, continued=None, eager=options.eager, say=_say)
     return 0
 
 

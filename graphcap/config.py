@@ -104,6 +104,26 @@ class Drafter:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Features:
+    path: str = key(
+        "",
+        "folder of features that `graphcap extract` wrote, to train from with no target in memory; empty: the target computes "
+        "them in every step",
+        resume="same",
+    )
+    missing: str = key(
+        "refuse",
+        "documents that path lacks: stop, or load the target before training, compute them and keep them there",
+        resume="free",
+        choices=("refuse", "compute"),
+    )
+    threads: int = key(
+        4, "threads that read and check rows of features ahead of training", resume="free", unit="threads", low=1
+    )
+    shard_bytes: int = key(2**30, "features in one shard of a folder", unit="bytes", resume="free", low=1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Shapes:
     plan: str = key("auto", "auto, or a shapes file", resume="same")
     row_length: int = key(0, "length of the largest bucket; 0: from the data", unit="tokens", resume="same", low=0)
@@ -185,6 +205,7 @@ class Recipe:
     target: Target = Target()
     data: Data = Data()
     drafter: Drafter = Drafter()
+    features: Features = Features()
     shapes: Shapes = Shapes()
     optimizer: Optimizer = Optimizer()
     loss: Loss = Loss()

@@ -26,6 +26,7 @@ from graphcap.engine.guard import use_deterministic_math
 from graphcap.errors import ConfigError, DataError
 from graphcap.model.decode import EagerSteps, Reply, decode_plain, decode_speculative, prompt_lookup_committed
 from graphcap.model.drafter import Drafter
+from graphcap.model.ends import TargetEnds
 from graphcap.model.identity import identity_of
 from graphcap.model.loading import device_and_dtype, dtype_name, load_model, load_tokenizer
 from graphcap.model.sampling import Sampling, generator_of
@@ -187,10 +188,10 @@ def _decoder(target: Target, drafter: Drafter, prompts: Prompts, note):
             steps.close()
 
 
-def at_dtype(target: Target, recipe: Recipe) -> Target:
-    """The target in `eval.dtype`: itself where that is its dtype, else loaded again from its own files."""
+def at_dtype(target: Target | TargetEnds, recipe: Recipe) -> Target:
+    """The whole target in `eval.dtype`: itself where it is that already, else loaded from its own files."""
     dtype = target.head_VD.dtype if recipe.eval.dtype == "auto" else getattr(torch, recipe.eval.dtype)
-    if dtype == target.head_VD.dtype:
+    if isinstance(target, Target) and dtype == target.head_VD.dtype:
         return target
     section = recipe.target
     model = load_model(

@@ -3,6 +3,7 @@
 Calls: cli.py.
 """
 
+import dataclasses
 import sys
 import tempfile
 import time
@@ -30,6 +31,9 @@ def preview(recipe: Recipe, *, show: int, say) -> None:
     say(recipes.to_toml(recipe))
     with tempfile.TemporaryDirectory(prefix="graphcap-") as folder:  # a flight record is never of this run's folder
         recorder = blackbox.Recorder(Path(folder), rank=0)
+        if recipe.features.path and recipe.features.missing == "compute":
+            say(f"features  what {recipe.features.path} lacks would be computed first; here the target is loaded instead")
+            recipe = dataclasses.replace(recipe, features=dataclasses.replace(recipe.features, path=""))
         run = build(recipe, continued=None, say=say, recorder=recorder)
         for line in (*_memory(run), *_disk(run), *_time(run)):
             say(line)

@@ -5,22 +5,22 @@ update. What a run is made of is made in build.py; what it leaves behind is its 
 """
 
 import dataclasses
+import itertools
 import math
 import shlex
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from graphcap.build import TrainingRun, build, make_drafter
 from graphcap.config import Recipe
-from graphcap.data.loader import arrange
 from graphcap.data.packing import Update
 from graphcap.engine.metrics import Fetch
 from graphcap.engine.step import RING
 from graphcap.errors import CheckpointError, TrainingError, closing
 from graphcap.eval import Prompts, at_dtype, measure, prompts_of, stop_ids_of
+from graphcap.extract import extract
 from graphcap.model.loading import dtype_name
 from graphcap.model.sampling import Sampling
 from graphcap.ops import checkpoint, report, runfolder
@@ -59,6 +59,9 @@ def train(recipe: Recipe, *, rank: Rank, eager: bool = False, say=print) -> int:
     continued = checkpoint.load_document(newest, POSITION) if newest else None
     if continued is not None:
         recorder.saved(continued["update"])
+    if recipe.features.path and recipe.features.missing == "compute":
+        recorder.note("extract")
+        extract(recipe, recipe.features.path, continued=continued, eager=eager, say=say, note=_extracting(recorder))
     run = build(recipe, continued=continued, say=say, recorder=recorder)
     if continued is not None:
         check_position(run, newest, continued)
@@ -72,13 +75,26 @@ def train(recipe: Recipe, *, rank: Rank, eager: bool = False, say=print) -> int:
         say(f"stopped   after update {run.position} of {run.schedule.num_updates}; the same command goes on")
         recorder.note("stopped")
         return 3
-    result = conclude(run, eager=eager, say=say, note=recorder.note)
+    try:
+        result = conclude(run, eager=eager, say=say, note=recorder.note)
+    except torch.OutOfMemoryError:
+        if run.reader.store is None:
+            raise
+        say("the target does not fit in this device's memory, so nothing is decoded; the checkpoints are complete")
+        say(f"on one that holds it: graphcap eval {shlex.quote(str(recipe.folder))}")
+        recorder.note("finished")
+        return 0
     say(f"\n{report.table(result, recipe.folder)}\n")
     say(
         f"decode with other settings: graphcap eval {shlex.quote(str(recipe.folder))} --prompts FILE.jsonl --max-new-tokens 256"
     )
     recorder.note("finished")
     return 0
+
+
+def _extracting(recorder):
+    """For an engine that computes features before the run begins: its launches are one phase of the start."""
+    return lambda phase, *, bucket, launch=0: recorder.note("extract", bucket=bucket)
 
 
 def _train(run: TrainingRun, rank: Rank, newest: Path | None, continued: dict | None, *, eager: bool, say) -> bool:
@@ -105,13 +121,15 @@ def _loop(run: TrainingRun, rank: Rank, saver: Saver, *, say) -> bool:
     recipe, engine, schedule, recorder = run.recipe, run.engine, run.schedule, rank.recorder
     say(f"training  {schedule.num_updates - run.position} updates")
     record = Record(run, rank, saver, say)
-    with closing(record):
+    updates, ahead = itertools.tee(schedule.updates(run.position))
+    rows = run.reader.rows((update.epoch, row) for update in ahead for row in update.rows_of(rank=0))
+    with closing(record), closing(rows):
         if record.owes_evaluation() and not record.evaluate():
             return False
-        for update in schedule.updates(run.position):
+        for update in updates:
             recorder.note("fill", update=update.index + 1)
             for row in update.rows_of(rank=0):
-                engine.fill(row.bucket, _arrays(run, row, update.epoch))
+                engine.fill(row.bucket, next(rows))
                 engine.micro_step(row.bucket)
             engine.update()
             run.position = update.index + 1
@@ -127,11 +145,6 @@ def _loop(run: TrainingRun, rank: Rank, saver: Saver, *, say) -> bool:
             if stop:
                 return False
         return True
-
-
-def _arrays(run: TrainingRun, row, epoch: int) -> dict[str, np.ndarray]:
-    density = run.recipe.shapes.anchor_density
-    return arrange(row, run.documents, seed=run.recipe.run.seed, epoch=epoch, density=density).arrays()
 
 
 class Record:
@@ -217,7 +230,8 @@ class Record:
         self.recorder.note("eval")
         self.flush()
         begin, update = time.monotonic(), self.run.position
-        result = self.run.evaluation.run(self.run.engine, asked_to_stop=self.rank.stop_asked)
+        complete = self.run.reader.with_features
+        result = self.run.evaluation.run(self.run.engine, asked_to_stop=self.rank.stop_asked, complete=complete)
         if result is None:
             return False
         self.walked = (update, result["walked_estimate"])
@@ -359,6 +373,8 @@ def conclude(run: TrainingRun, *, eager: bool, say, note) -> dict:
     recipe, folder = run.recipe, run.folder
     newest, _ = checkpoint.newest(folder / "checkpoints")
     weights = checkpoint.best(folder / "checkpoints") or newest
+    if run.reader.store is not None:
+        say("loading the whole target, which training did without, to decode with it")
     target = at_dtype(run.target, recipe)
     device, dtype = target.head_VD.device, target.head_VD.dtype
     drafter = read_drafter(weights, dtype=dtype, device=device)

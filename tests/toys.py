@@ -160,10 +160,12 @@ def random_drafter(seed: int, *, sharpness: float = 1.0, **changes) -> Drafter:
     return drafter
 
 
-def make_step(target, drafter: Drafter, *, num_updates: int = 100, chunk_tokens: int = 64, **hyper) -> DrafterStep:
-    """A DrafterStep with the loss weights of the drafter's block size."""
+def make_step(
+    target, drafter: Drafter, *, num_updates: int = 100, chunk_tokens: int = 64, kind=DrafterStep, **hyper
+) -> DrafterStep:
+    """A step of DrafterStep's kind with the loss weights of the drafter's block size."""
     block_size = drafter.config.block_size
-    return DrafterStep(
+    return kind(
         target,
         drafter,
         decay=decay(block_size, default_gamma(block_size)),

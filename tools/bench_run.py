@@ -1,6 +1,7 @@
 """What a run adds to its steps: the loader, the flight recorder, saving. The steps alone: tools/bench_step.py.
 
     python tools/bench_run.py loader smol:1024:128 --updates 10000     # the GPU's idle time with the real loader, and memory
+    python tools/bench_run.py features q0.6b:4096:512 --updates 500    # the same with features from disk, in the page cache
     python tools/bench_run.py recorder smol:1024:128                   # what the flight recorder costs
     python tools/bench_run.py saver q8b:4096:512                       # how long training waits for a checkpoint
 
@@ -9,6 +10,7 @@ Prints a line and, as the last one, one JSON document.
 
 import argparse
 import dataclasses
+import itertools
 import json
 import statistics
 import tempfile
@@ -17,19 +19,25 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from bench_step import BLOCK_SIZE, SIZES, environment, make_step, timed_ms
+from bench_step import BLOCK_SIZE, NUM_TAPPED, SIZES, environment, make_step, timed_ms
 
+from graphcap.config import Features
 from graphcap.data.conversations import Document
-from graphcap.data.loader import arrange
+from graphcap.data.features import FeatureStore, Kind
 from graphcap.data.packing import Schedule, num_anchors_of
 from graphcap.data.planner import plan
+from graphcap.data.prefetch import RowReader
 from graphcap.engine import Bucket, Engine
 from graphcap.engine.guard import start_compile_workers, use_deterministic_math
 from graphcap.engine.marks import Marks
 from graphcap.engine.metrics import gaps_of
+from graphcap.engine.offline import StoredStep
+from graphcap.engine.slots import as_numpy
+from graphcap.engine.step import DrafterStep
 from graphcap.ops import blackbox
 from graphcap.ops.export import WEIGHTS, weight_tensors
 from graphcap.ops.faults import TRACEBACK, Deadline
+from graphcap.ops.features import FeatureFolder
 from graphcap.ops.saver import Saver
 from graphcap.train import STATE
 
@@ -99,20 +107,43 @@ def loader(case: str, updates: int) -> dict:
         deadline = Deadline(Path(folder) / TRACEBACK, 300.0)
         record.watch(deadline)
         try:
-            return _fed(case, updates, {"note": record.note, "marks": _marks(record)})
+            return _fed(case, updates, {"note": record.note, "marks": _marks(record)}, None)
         finally:
             deadline.close()
+
+
+def features(case: str, updates: int) -> dict:
+    """The same with features that are read from a store of random ones; its folder has just been written and read."""
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        return _fed(case, updates, {}, Path(folder) / "store")
 
 
 def _marks(record: blackbox.Recorder) -> Marks:
     return Marks(record.memory, blackbox.GPU_AT, torch.device("cuda"))
 
 
-def _fed(case: str, updates: int, watched: dict) -> dict:
-    """What `loader` measures, on an engine that is watched as training's is."""
+def _stored(folder: Path, documents: dict[int, Document], size: str) -> FeatureStore:
+    """A store of random features of the documents."""
+    hidden, draw = SIZES[size][0], np.random.default_rng(0)
+    kind = Kind({"name": "random", "commit": "", "fingerprint": ""}, tuple(range(NUM_TAPPED)), hidden, "bfloat16")
+    some_TF = as_numpy(torch.from_numpy(draw.standard_normal((8192, kind.num_features), np.float32)).bfloat16())
+    place = FeatureFolder(folder)
+    writer = place.writer(kind, shard_bytes=1 << 30)
+    for number, document in documents.items():
+        writer.add(number, False, document.token_ids, some_TF[: len(document.token_ids)])
+    writer.close()
+    place.close()
+    store = FeatureStore(folder)
+    store.check()  # and so everything is in the page cache
+    return store
+
+
+def _fed(case: str, updates: int, watched: dict, folder: Path | None) -> dict:
+    """What `loader` and `features` measure. folder: for a store of features, or None."""
     size, length, num_anchors = case.split(":")
     draw, bucket = np.random.default_rng(0), Bucket(int(length), int(num_anchors))
-    lengths = np.clip(np.exp(draw.normal(np.log(300), 0.6, 4000)), 32, bucket.length).astype(int)
+    count = 4000 if folder is None else 1000
+    lengths = np.clip(np.exp(draw.normal(np.log(300), 0.6, count)), 32, bucket.length).astype(int)
     vocabulary = SIZES[size][5]
     documents = {
         number: Document(number, draw.integers(0, vocabulary, n).astype(np.int32), draw.random(n) < 0.8, "random", number)
@@ -124,16 +155,17 @@ def _fed(case: str, updates: int, watched: dict) -> dict:
         lengths, anchors, block_size=BLOCK_SIZE, anchor_density=density, row_length=bucket.length, max_buckets=1, window=1000
     )
     shapes = dataclasses.replace(shapes, buckets=(bucket,))
-    schedule = Schedule(shapes, np.arange(4000), lengths, anchors, seed=0, epochs=1000, rows_per_update=1)
-    engine = Engine(make_step(size, bucket.length), (bucket,), **watched)
+    schedule = Schedule(shapes, np.arange(count), lengths, anchors, seed=0, epochs=1000, rows_per_update=1)
+    store = None if folder is None else _stored(folder, documents, size)
+    engine = Engine(make_step(size, bucket.length, kind=DrafterStep if store is None else StoredStep), (bucket,), **watched)
     engine.prepare(eager=False)
-    remaining = schedule.updates()
+    remaining, ahead = itertools.tee(schedule.updates())
+    reader = RowReader(documents, store, seed=0, density=density, num_threads=Features().threads)
+    rows = reader.rows((one.epoch, row) for one in ahead for row in one.rows)
 
     def update() -> None:
-        one = next(remaining)
-        for row in one.rows:
-            arrays = arrange(row, documents, seed=0, epoch=one.epoch, density=density).arrays()
-            engine.fill(row.bucket, arrays)
+        for row in next(remaining).rows:
+            engine.fill(row.bucket, next(rows))
             engine.micro_step(row.bucket)
         engine.update()
 
@@ -149,8 +181,9 @@ def _fed(case: str, updates: int, watched: dict) -> dict:
     after = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
     whole, inside = gaps_of(update, times=500), gaps_of(lambda: (engine.micro_step(bucket), engine.update()), times=20)
     engine.close()
+    rows.close()
     result = {
-        "case": f"loader {case}",
+        "case": f"{'loader' if store is None else 'features'} {case}",
         "updates": updates,
         "ms": ms,
         "idle_by_events": share,
@@ -195,13 +228,13 @@ def recorder(case: str, updates: int) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("loader", "recorder", "saver"))
+    parser.add_argument("what", choices=("loader", "features", "recorder", "saver"))
     parser.add_argument("case", help="SIZE:LENGTH:ANCHORS, as tools/bench_step.py takes it")
     parser.add_argument("--updates", type=int, default=50, help="timed updates")
     options = parser.parse_args()
     settings = use_deterministic_math()
     start_compile_workers()
-    measure = {"loader": loader, "recorder": recorder, "saver": saver}[options.what]
+    measure = {"loader": loader, "features": features, "recorder": recorder, "saver": saver}[options.what]
     print(json.dumps(environment(settings) | {"results": [measure(options.case, options.updates)]}))
 
 

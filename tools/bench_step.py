@@ -59,8 +59,8 @@ class RandomTarget:
         out_TF.copy_(self.stored_TF[: len(out_TF)])
 
 
-def make_step(size: str, length: int, target: Target | None = None) -> DrafterStep:
-    """target: left out, a table of random features stands in its place."""
+def make_step(size: str, length: int, target: Target | None = None, *, kind: type[DrafterStep] = DrafterStep) -> DrafterStep:
+    """target: left out, a table of random features stands in its place. kind: StoredStep where the host fills features in."""
     hidden, heads, kv_heads, head_dim, mlp, vocabulary = SIZES[size]
     device = torch.device("cuda")
     config = DrafterConfig(
@@ -92,7 +92,7 @@ def make_step(size: str, length: int, target: Target | None = None) -> DrafterSt
         num_updates=1000,
     )
     target = target or RandomTarget(hidden, vocabulary, length, device)
-    return DrafterStep(target, drafter, decay=decay(BLOCK_SIZE, default_gamma(BLOCK_SIZE)), hyper=hyper, chunk_tokens=2048)
+    return kind(target, drafter, decay=decay(BLOCK_SIZE, default_gamma(BLOCK_SIZE)), hyper=hyper, chunk_tokens=2048)
 
 
 def needed(step: DrafterStep, bucket: Bucket, anchors: np.ndarray) -> dict[str, float]:

@@ -23,7 +23,7 @@ from graphcap.model.decode import walk
 class Pass:
     """One forward: a row, its arrays, and which document and position each anchor slot belongs to."""
 
-    bucket: object
+    row: Row
     arrays: dict[str, np.ndarray]
     anchors: list[tuple[int, int]]
 
@@ -36,18 +36,25 @@ class Evaluation:
         self.documents = {document.id: document for document in documents}
         self.passes = [one for row in _rows(documents, buckets) for one in _passes(row, self.documents)]
 
-    def run(self, engine: Engine, *, asked_to_stop=lambda: False) -> dict[str, float] | None:
+    @property
+    def rows(self) -> list[Row]:
+        """The rows that the passes go over, each once."""
+        return list(dict.fromkeys(one.row for one in self.passes))
+
+    def run(self, engine: Engine, *, asked_to_stop=lambda: False, complete=None) -> dict[str, float] | None:
         """loss, block_match, walked_estimate (tokens committed ÷ visits) and documents. Reads results on the host.
 
-        None if `asked_to_stop()` was true before all passes were made.
+        complete(row, arrays, documents) adds what a slot needs besides, stored features. None if `asked_to_stop()` was true
+        before all passes were made.
         """
         total = None
         matches: dict[int, dict[int, int]] = {number: {} for number in self.documents}
         for one in self.passes:
             if asked_to_stop():
                 return None
-            engine.fill(one.bucket, one.arrays)
-            statistics, correct_NJ = engine.evaluate(one.bucket)
+            arrays = complete(one.row, one.arrays, self.documents) if complete is not None else one.arrays
+            engine.fill(one.row.bucket, arrays)
+            statistics, correct_NJ = engine.evaluate(one.row.bucket)
             total = statistics.double() if total is None else total + statistics.double()
             for (number, position), count in zip(one.anchors, leading_matches(correct_NJ).tolist()):
                 matches[number][position] = count
@@ -106,5 +113,5 @@ def _passes(row: Row, documents: dict[int, Document]) -> list[Pass]:
         chosen = every[first : first + row.bucket.num_anchors]
         positions = {number: np.array([p for n, p in chosen if n == number], np.int32) for number in row.document_ids}
         arranged = arrange_with(row, documents, lambda document, positions=positions: positions[document.id])
-        passes.append(Pass(row.bucket, arranged.arrays(), chosen))
+        passes.append(Pass(row, arranged.arrays(), chosen))
     return passes

@@ -17,11 +17,16 @@ from graphcap.engine.optimizer import ALIGNMENT_BYTES
 from graphcap.errors import ShapeError
 
 
+def as_numpy(tensor: Tensor) -> np.ndarray:
+    """A host tensor as numpy sees it, sharing its memory: bfloat16, which numpy lacks, as uint16, its bits."""
+    return tensor.view(torch.int16).numpy().view(np.uint16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
+
+
 @dataclass(frozen=True)
 class Buffer:
     """One host-filled buffer: name, length of its first dimension, and the value of the tail that a row does not reach.
 
-    `trailing` are the dimensions behind the first.
+    `trailing` are the dimensions behind the first. The host's arrays have its dtype; for bfloat16 they are uint16, the bits.
     """
 
     name: str
@@ -37,6 +42,16 @@ class Buffer:
     @property
     def size_bytes(self) -> int:
         return int(np.prod(self.shape)) * self.dtype.itemsize
+
+    @property
+    def host_dtype(self) -> str:
+        """numpy's name of what the host fills in."""
+        return "uint16" if self.dtype == torch.bfloat16 else str(self.dtype).removeprefix("torch.")
+
+    @property
+    def host_pad(self) -> np.ndarray:
+        """`pad_value` as the host writes it."""
+        return as_numpy(torch.full((1,), self.pad_value, dtype=self.dtype))
 
 
 class Slot:
@@ -61,7 +76,7 @@ class Slot:
     def fill(self, arrays: dict[str, np.ndarray]) -> None:
         """Copy arrays in and write `pad_value` behind each, to the end of its buffer.
 
-        arrays: one for every buffer, [n, …] of the buffer's dtype, n at most its length.
+        arrays: one for every buffer, [n, …] of the buffer's dtype (bfloat16: uint16, its bits), n at most its length.
         Raises: ShapeError naming the buffer if one is missing, unknown, of another dtype or shape, or too long.
         """
         self._check(arrays)
@@ -73,9 +88,9 @@ class Slot:
     def pack(self, arrays: dict[str, np.ndarray], flat: Tensor) -> None:
         """Write arrays and tails into `flat`, host bytes of the slot's layout."""
         for buffer in self.buffers:
-            host, array = self._view(flat, buffer).numpy(), arrays[buffer.name]
+            host, array = as_numpy(self._view(flat, buffer)), arrays[buffer.name]
             host[: len(array)] = array
-            host[len(array) :] = buffer.pad_value
+            host[len(array) :] = buffer.host_pad
 
     def _view(self, flat: Tensor, buffer: Buffer) -> Tensor:
         return flat[self._parts[buffer.name]].view(buffer.dtype).view(buffer.shape)
@@ -91,7 +106,7 @@ class Slot:
                 fix="pass exactly the slot's buffers",
             )
         for buffer in self.buffers:
-            array, name = arrays.get(buffer.name), str(buffer.dtype).removeprefix("torch.")
+            array, name = arrays.get(buffer.name), buffer.host_dtype
             expected = f"{name}{[f'0…{buffer.length}', *buffer.trailing]} ({self.name})".replace("'", "")
             if array is None:
                 raise ShapeError("buffer", buffer.name, expected=expected, got="nothing", fix="pass every buffer of the slot")
@@ -102,7 +117,7 @@ class Slot:
                     buffer.name,
                     expected=expected,
                     got=f"{array.dtype}{list(array.shape)}",
-                    fix="plan the row for a larger bucket, or convert the array",
+                    fix="plan the row for a larger bucket, or convert the array (bfloat16: as_numpy gives a tensor's bits)",
                 )
 
 

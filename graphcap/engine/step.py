@@ -164,12 +164,17 @@ class DrafterStep(Step):
             mask_token_id=self.drafter.config.mask_token_id,
         )
 
-    def _forward(self, slot: Slot, *, keep_graph: bool = True) -> tuple[Blocks, Tensor, Tensor]:
-        token_ids_T, position_T = slot["token_ids"], slot["position"]
+    def _features(self, slot: Slot) -> Tensor:
+        """The target's features of the row, [T, F] in its dtype: computed here, and kept no longer than the step."""
+        token_ids_T = slot["token_ids"]
         features_TF = self.target.head_VD.new_empty(token_ids_T.numel(), self.target.num_features)
-        self.target.features(token_ids_T, position_T, features_TF)
+        self.target.features(token_ids_T, slot["position"], features_TF)
+        return features_TF
+
+    def _forward(self, slot: Slot, *, keep_graph: bool = True) -> tuple[Blocks, Tensor, Tensor]:
+        features_TF = self._features(slot)
         blocks = self._blocks(slot)
-        context = self.drafter.context(features_TF, position_T)
+        context = self.drafter.context(features_TF, slot["position"])
         embeddings_QD = self.target.embed(blocks.token_ids_Q)
         # As if the embedding were trained: the first layer then runs what was compiled for the others.
         embeddings_QD = embeddings_QD.detach().requires_grad_()

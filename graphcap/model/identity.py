@@ -3,15 +3,16 @@
 Runs and exports carry it; a resume refuses another target, a warm start and `eval` say so. Two loads of the same weights in
 other dtypes are the same target.
 
-Calls: build.py, eval.py, ops/export.py.
+Calls: build.py, eval.py, extract.py, model/ends.py, ops/export.py.
 """
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 SAMPLES = 256  # elements of each parameter that the fingerprint is of
 
@@ -46,10 +47,16 @@ def fingerprint(model: nn.Module) -> str:
 
     The rounding makes it the same for every dtype the weights are loaded in; a training step on the target changes it.
     """
+    parameters = dict(model.named_parameters())
+    return fingerprint_by(model, lambda name, place: parameters[name].reshape(-1)[place.to(parameters[name].device)].cpu())
+
+
+@torch.no_grad()
+def fingerprint_by(model: nn.Module, elements: Callable[[str, Tensor], Tensor]) -> str:
+    """The same of a model whose tensors lie elsewhere. elements(name, places): those of a flattened parameter, int64 places."""
     hashed = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         hashed.update(f"{name} {list(parameter.shape)}".encode())
         place = torch.linspace(0, parameter.numel() - 1, min(SAMPLES, parameter.numel()), dtype=torch.float64).long()
-        sample = parameter.reshape(-1)[place.to(parameter.device)].to(torch.bfloat16)
-        hashed.update(sample.view(torch.uint8).cpu().numpy().tobytes())
+        hashed.update(elements(name, place).to(torch.bfloat16).view(torch.uint8).numpy().tobytes())
     return hashed.hexdigest()[:16]

@@ -50,15 +50,15 @@ def load_model(path: str, *, revision: str, dtype: torch.dtype, device: torch.de
             output_loading_info=True,
         )
     except SafetensorError as error:
-        raise _no_target(path, ValueError(f"its safetensors cannot be read ({error})")) from error
+        raise no_target(path, ValueError(f"its safetensors cannot be read ({error})")) from error
     except (OSError, ValueError) as error:
-        raise _no_target(path, error) from error
+        raise no_target(path, error) from error
     except RuntimeError as error:
         if "size mismatch" not in str(error) and "mismatched" not in str(error):
             raise
-        raise _no_target(path, ValueError("its tensors have other sizes than its config.json says")) from error
+        raise no_target(path, ValueError("its tensors have other sizes than its config.json says")) from error
     if loaded["missing_keys"]:  # transformers would fill them with random numbers
-        raise _no_target(path, ValueError(f"its files lack {', '.join(sorted(loaded['missing_keys'])[:4])}"))
+        raise no_target(path, ValueError(f"its files lack {', '.join(sorted(loaded['missing_keys'])[:4])}"))
     return model.requires_grad_(False).eval().to(device)
 
 
@@ -69,7 +69,7 @@ def load_config(path: str, *, revision: str, trust_remote_code: bool):
     try:
         return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise _no_target(path, error) from error
+        raise no_target(path, error) from error
 
 
 def load_tokenizer(path: str, *, revision: str, trust_remote_code: bool):
@@ -79,13 +79,13 @@ def load_tokenizer(path: str, *, revision: str, trust_remote_code: bool):
     try:
         return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise _no_target(path, error) from error
+        raise no_target(path, error) from error
     except Exception as error:  # the tokenizers library raises whatever its reading of a broken file runs into
         cause = ValueError(f"the tokenizer's files cannot be read ({type(error).__name__}: {error})")
-        raise _no_target(path, cause) from error
+        raise no_target(path, cause) from error
 
 
-def _no_target(path: str, error: Exception) -> ConfigError:
+def no_target(path: str, error: Exception) -> ConfigError:
     first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     kind = "a folder without it" if Path(path).is_dir() else "neither a folder nor a cached Hub name"
     return ConfigError(

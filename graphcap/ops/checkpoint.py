@@ -28,6 +28,7 @@ VERSION = 1
 MANIFEST = "manifest.json"
 COMPLETE_NAME = re.compile(r"update-(\d{8,})(\.old)?")
 PARTIAL_NAME = re.compile(r"\.update-(\d{8,})(\.old)?\.partial")
+ROOM = "free space, lower checkpoint.keep, or write to another disk with run.out=FOLDER"
 HEADER_BYTES_PER_TENSOR = 512  # a safetensors header names dtype, shape and offsets: about 100 bytes, and the name
 
 
@@ -72,7 +73,7 @@ def save(
             final,
             expected=f"room for {size_bytes:,} bytes, written and synced",
             got=str(error),
-            cause=f"{_free_bytes(folder):,} bytes are free in {folder}; older checkpoints are intact",
+            cause=f"{disk_free_bytes(folder):,} bytes are free in {folder}; older checkpoints are intact",
             fix="free space or mend the folder's rights, then give the same command again",
         ) from error
     return final
@@ -134,16 +135,16 @@ def needed_bytes(tensors: dict[str, dict[str, "torch.Tensor"]]) -> int:
     return sum(tensor.nbytes + HEADER_BYTES_PER_TENSOR + len(name.encode()) for name, tensor in named)
 
 
-def check_room(folder: Path, needed_bytes: int) -> None:
+def check_room(folder: Path, needed_bytes: int, *, fix: str = ROOM) -> None:
     """Raise CheckpointError, naming both, where the disk of `folder` (there or not yet) has not needed_bytes free."""
-    free_bytes = _free_bytes(folder)
+    free_bytes = disk_free_bytes(folder)
     if free_bytes < needed_bytes:
         raise CheckpointError(
             "folder",
             folder,
             expected=f"{needed_bytes:,} bytes free",
             got=f"{free_bytes:,} bytes",
-            fix="free space, lower checkpoint.keep, or write to another disk with run.out=FOLDER",
+            fix=fix,
         )
 
 
@@ -173,7 +174,7 @@ def write_text(path: Path, text: str) -> None:
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
-    _sync(path.parent)
+    sync(path.parent)
 
 
 def _write_partial(partial: Path, update: int, tensors: dict, texts: dict[str, str], score: float | None) -> dict:
@@ -189,7 +190,7 @@ def _write_partial(partial: Path, update: int, tensors: dict, texts: dict[str, s
         score = None if score is None else finite(float(score))
         manifest = {"version": VERSION, "update": update, "score": score, "files": entries}
         _write_synced(partial / MANIFEST, _sealed(manifest))
-        _sync(partial)
+        sync(partial)
     except BaseException:
         _remove(partial)
         raise
@@ -210,7 +211,7 @@ def write_tensors(path: Path, tensors: dict[str, "torch.Tensor"]) -> None:
     except SafetensorError as error:  # its way to say what the operating system said
         raise OSError(str(error)) from error
     os.chmod(path, path.parent.stat().st_mode & 0o666)  # save_file makes files that only their owner may read
-    _sync(path)
+    sync(path)
 
 
 def _put_in_place(partial: Path, final: Path) -> None:
@@ -219,7 +220,7 @@ def _put_in_place(partial: Path, final: Path) -> None:
     if final.exists():
         final.rename(aside)
     partial.rename(final)
-    _sync(final.parent)
+    sync(final.parent)
     if aside.exists():
         _delete(aside)
 
@@ -236,7 +237,7 @@ def _clear_unfinished(folder: Path) -> None:
             _delete(worse)
         if worse is final:
             aside.rename(final)
-    _sync(folder)
+    sync(folder)
 
 
 def _prune(folder: Path, *, keep: int, just_saved: Path) -> None:
@@ -266,7 +267,7 @@ def _write_synced(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """fsync a file, or a folder: the names in it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -278,7 +279,8 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _free_bytes(folder: Path) -> int:
+def disk_free_bytes(folder: Path) -> int:
+    """Bytes free on the disk of `folder`, which need not be there yet."""
     folder = Path(folder).absolute()
     return shutil.disk_usage(next(place for place in (folder, *folder.parents) if place.is_dir())).free
 

@@ -42,7 +42,7 @@ def test_help_answers_faster_than_torch_could_be_imported_and_does_not_import_it
     assert help_s < torch_s / 2, f"help took {help_s:.2f} s, importing torch {torch_s:.2f} s"
 
 
-@pytest.mark.parametrize("verb", ["train", "eval", "status", "doctor"])
+@pytest.mark.parametrize("verb", ["train", "eval", "export", "extract", "status", "doctor"])
 def test_help_of_every_verb_has_an_example(verb, capsys):
     try:
         main([verb, "--help"])

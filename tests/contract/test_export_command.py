@@ -172,6 +172,6 @@ def test_a_dry_run_says_what_the_run_needs_and_leaves_no_file(small, tmp_path, c
 
 
 def test_a_disk_without_room_is_found_before_the_target_is_loaded(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(checkpoint, "_free_bytes", lambda folder: 10**6)
+    monkeypatch.setattr(checkpoint, "disk_free_bytes", lambda folder: 10**6)
     monkeypatch.setattr("graphcap.build.load_model", None)  # calling it would be a TypeError
     assert "bytes free, got 1,000,000 bytes" in refused(capsys, "train", "runs/tiny.toml", f"run.out={tmp_path}", "--dry-run")

@@ -15,6 +15,7 @@ from graphcap.data.planner import Bucket
 from graphcap.engine import Engine
 from graphcap.engine.guard import bits_of
 from graphcap.engine.optimizer import learning_rate
+from graphcap.engine.step import DrafterStep
 from graphcap.errors import CaptureError, ShapeError
 from graphcap.model.target import Target
 from tests.toys import make_step, random_drafter, tiny_model
@@ -24,11 +25,11 @@ BUCKETS = (Bucket(512, 64), Bucket(256, 32), Bucket(256, 64), Bucket(128, 32))
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def small_step(*, num_updates: int = 100, **hyper):
-    """A step whose head size flex attention takes: the toy target with heads of 32, two drafter layers."""
+def small_step(*, num_updates: int = 100, kind=DrafterStep, **hyper):
+    """A step of DrafterStep's kind with a head size that flex attention takes: toy target, heads of 32, two drafter layers."""
     model = tiny_model("qwen3", 0, head_dim=32).to(DEVICE, torch.bfloat16 if DEVICE.type == "cuda" else torch.float32)
     drafter = random_drafter(1, head_dim=32, num_layers=2, block_size=8)
-    return make_step(Target(model, (0, 2)), drafter, num_updates=num_updates, **hyper)
+    return make_step(Target(model, (0, 2)), drafter, num_updates=num_updates, kind=kind, **hyper)
 
 
 @pytest.fixture(scope="module")

@@ -37,8 +37,8 @@ def matches_of(engine, evaluation: Evaluation) -> dict[int, dict[int, int]]:
     """Leading matches at every anchor of every document, pass by pass."""
     found: dict[int, dict[int, int]] = {}
     for one in evaluation.passes:
-        engine.fill(one.bucket, one.arrays)
-        _, correct = engine.evaluate(one.bucket)
+        engine.fill(one.row.bucket, one.arrays)
+        _, correct = engine.evaluate(one.row.bucket)
         for (number, position), count in zip(one.anchors, leading_matches(correct).tolist()):
             assert position not in found.setdefault(number, {}), "an anchor is evaluated twice"
             found[number][position] = count

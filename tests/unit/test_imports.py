@@ -24,7 +24,7 @@ LAYERS = (
     ("model",),
     ("engine",),
     ("ops",),
-    ("build",),
+    ("build", "offline"),
     VERBS,
     ("cli",),
     ("__main__",),

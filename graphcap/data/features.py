@@ -1,0 +1,304 @@
+"""Features on disk: what a target's tapped layers gave for each document, in shards, read by document.
+
+A store is a folder:
+    index.json                what the features are of, and every shard with its size and SHA-256; a hash of itself
+    shard-00000.safetensors   `features` [tokens, L·D], documents laid end to end, and one entry a document in COLUMNS
+Nothing of it is read without being checked: sizes and columns when the store is opened, a CRC-32 with every document, all
+bytes with `check`. bfloat16 is uint16 here, its bits: numpy has no such type. Safe to read from several threads.
+
+Written by ops/features.py. Called by data/prefetch.py, extract.py and offline.py. Loads no torch.
+"""
+
+import hashlib
+import json
+import os
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from graphcap.errors import DataError
+
+VERSION, INDEX = 1, "index.json"
+HEADER_BYTES = 1024  # of a shard: safetensors lets the header be padded, so it can be written last
+CHUNK_BYTES = 1 << 18  # read and checked while it is in the cache
+DTYPES = {"float32": ("F32", np.dtype("<f4")), "bfloat16": ("BF16", np.dtype("<u2"))}  # safetensors' name, ours
+# One entry a document, behind the features. digest: of its token ids. crc32: of its features.
+COLUMNS = {
+    "document_id": ("I64", np.dtype("<i8")),
+    "digest": ("U64", np.dtype("<u8")),
+    "num_tokens": ("I32", np.dtype("<i4")),
+    "crc32": ("U32", np.dtype("<u4")),
+    "held_out": ("U8", np.dtype("u1")),
+}
+COLUMN_BYTES = sum(dtype.itemsize for _, dtype in COLUMNS.values())
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What features are of. target: name, commit and fingerprint. dtype: a key of DTYPES."""
+
+    target: dict[str, str]
+    target_layer_ids: tuple[int, ...]
+    hidden_size: int
+    dtype: str
+
+    @property
+    def num_features(self) -> int:
+        """F = L·D."""
+        return len(self.target_layer_ids) * self.hidden_size
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's features."""
+        return self.num_features * self.host_dtype.itemsize
+
+    @property
+    def host_dtype(self) -> np.dtype:
+        return DTYPES[self.dtype][1]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A finished shard as index.json lists it. first, last: words for its first and last document."""
+
+    name: str
+    bytes: int
+    sha256: str
+    num_documents: int
+    num_tokens: int
+    columns_crc32: int
+    first: str
+    last: str
+
+
+def document_name(document_id: int, held_out: bool) -> str:
+    """ "train 17" or "held_out 3": ids count apart in the two sets."""
+    return f"{'held_out' if held_out else 'train'} {document_id}"
+
+
+def digest_of(token_ids: np.ndarray) -> int:
+    """64 bits of a hash of token ids, int32 [n]."""
+    return int.from_bytes(hashlib.blake2b(np.ascontiguousarray(token_ids, "<i4"), digest_size=8).digest(), "little")
+
+
+def needed_bytes(kind: Kind, *, num_documents: int, num_tokens: int, shard_bytes: int) -> int:
+    """Bytes on disk of a store of so much, in shards of about `shard_bytes`."""
+    data = num_tokens * kind.token_bytes + num_documents * COLUMN_BYTES
+    return data + min(num_documents, 1 + data // shard_bytes) * (HEADER_BYTES + 300) + 500
+
+
+def shard_header(kind: Kind, *, num_documents: int, num_tokens: int) -> bytes:
+    """The first HEADER_BYTES of a shard: safetensors' header, padded with spaces."""
+    tensors, end = {"__metadata__": {"format": "graphcap features 1"}}, 0
+    sized = {"features": (DTYPES[kind.dtype], [num_tokens, kind.num_features])}
+    sized |= {name: (column, [num_documents]) for name, column in COLUMNS.items()}
+    for name, ((code, dtype), shape) in sized.items():
+        begin, end = end, end + dtype.itemsize * int(np.prod(shape))
+        tensors[name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(tensors).encode()
+    assert len(text) <= HEADER_BYTES - 8, f"a header of {len(text)} bytes"
+    return (HEADER_BYTES - 8).to_bytes(8, "little") + text.ljust(HEADER_BYTES - 8)
+
+
+def index_text(kind: Kind, shards: list[Shard]) -> str:
+    """index.json, with a hash of itself."""
+    document = {"version": VERSION, **asdict(kind), "shards": [asdict(shard) for shard in shards]}
+    return _json({**document, "sha256": hashlib.sha256(_json(document).encode()).hexdigest()})
+
+
+def read_index(folder: Path) -> tuple[Kind, list[Shard]]:
+    """What a store holds, by its index.json. Raises: DataError if there is none, or if it is damaged."""
+    path = Path(folder) / INDEX
+    try:
+        text = path.read_text(encoding="utf-8")
+        document = json.loads(text)
+        version = document.pop("version")
+        shards = [Shard(**shard) for shard in document.pop("shards")]
+        del document["sha256"]
+        kind = Kind(**{**document, "target_layer_ids": tuple(document["target_layer_ids"])})
+    except OSError as error:
+        raise _unreadable(folder, error.strerror or str(error)) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _unreadable(folder, f"a damaged {INDEX} ({type(error).__name__}: {error})") from error
+    if version != VERSION or index_text(kind, shards) != text:
+        got = f"one of version {version}" if version != VERSION else f"a changed {INDEX}: its hash differs"
+        raise _unreadable(folder, got)
+    return kind, shards
+
+
+def shard_fault(folder: Path, shard: Shard) -> str:
+    """'' where the shard's file is there in full, by its size; else what is wrong, in words."""
+    try:
+        size_bytes = (Path(folder) / shard.name).stat().st_size
+    except OSError as error:
+        return "no such file" if isinstance(error, FileNotFoundError) else str(error)
+    return "" if size_bytes == shard.bytes else f"{size_bytes:,} of {shard.bytes:,} bytes"
+
+
+class FeatureStore:
+    """A store opened for reading. Ids are looked up in sorted columns, which take 37 bytes a document."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises: DataError naming the shard that is missing, cut off or damaged in its columns."""
+        self.folder = Path(folder)
+        self.kind, self.shards = read_index(folder)
+        parts = [self._columns(number, shard) for number, shard in enumerate(self.shards)]
+        every = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else _no_columns()
+        order = np.argsort(every["key"], kind="stable")
+        self._table = {name: column[order] for name, column in every.items()}
+
+    @property
+    def num_documents(self) -> int:
+        return len(self._table["key"])
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self._table["num_tokens"].sum())
+
+    def has(self, document_id: int, held_out: bool, token_ids: np.ndarray) -> bool:
+        """Whether the document is here. Raises: DataError if it is with other token ids, int32 [n]."""
+        place = self._place(document_id, held_out)
+        if place is None:
+            return False
+        if self._table["digest"][place] != digest_of(token_ids):
+            raise DataError(
+                "features",
+                self.folder,
+                expected=f"features of the tokens that document {document_name(document_id, held_out)} has",
+                got="features of other tokens",
+                cause="the data files, their order or the tokenizer have changed since they were extracted",
+                fix="put the data back, or extract into another folder",
+            )
+        return True
+
+    def read(self, document_id: int, held_out: bool, out_TF: np.ndarray) -> None:
+        """Read a document's features into out_TF, [tokens, F] of `kind.host_dtype`, contiguous, and check them.
+
+        Raises: DataError naming shard and document if they are not there in full or not what was written.
+        """
+        place = self._place(document_id, held_out)
+        name = document_name(document_id, held_out)
+        if place is None:
+            raise DataError(
+                "features", self.folder, expected=f"document {name}", got="none", fix="extract again: it adds what is missing"
+            )
+        row = {column: values[place] for column, values in self._table.items()}
+        assert out_TF.shape == (row["num_tokens"], self.kind.num_features) and out_TF.dtype == self.kind.host_dtype
+        shard = self.shards[row["shard"]]
+        try:
+            crc32 = _read_into(self.folder / shard.name, int(row["offset"]), memoryview(out_TF).cast("B"))
+        except OSError as error:
+            raise self._damaged(shard, f"{error.strerror or error} at document {name}") from error
+        if crc32 != row["crc32"]:
+            raise self._damaged(shard, f"other bytes for document {name}: its CRC-32 differs")
+
+    def check(self) -> None:
+        """Read every byte. Raises: DataError naming every shard whose SHA-256 differs and its damaged documents."""
+        wrong = []
+        for number, shard in enumerate(self.shards):
+            with open(self.folder / shard.name, "rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() == shard.sha256:
+                    continue
+            wrong.append(f"{shard.name} ({self._damaged_documents(number) or 'outside its documents'})")
+        if wrong:
+            raise DataError(
+                "features",
+                self.folder,
+                expected=f"{len(self.shards)} shards as they were written",
+                got=f"other bytes in {'; '.join(wrong)}",
+                fix="remove these files, then extract again: it computes what is missing",
+            )
+
+    def _damaged_documents(self, number: int) -> str:
+        table, found = self._table, []
+        for place in np.flatnonzero(table["shard"] == number):
+            document_id, held_out = int(table["key"][place]) // 2, bool(table["key"][place] % 2)
+            try:
+                self.read(document_id, held_out, np.empty((table["num_tokens"][place], self.kind.num_features), self._dtype))
+            except DataError:
+                found.append(document_name(document_id, held_out))
+        return ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
+
+    @property
+    def _dtype(self) -> np.dtype:
+        return self.kind.host_dtype
+
+    def _place(self, document_id: int, held_out: bool) -> int | None:
+        key = 2 * document_id + held_out
+        place = int(np.searchsorted(self._table["key"], key))
+        return place if place < self.num_documents and self._table["key"][place] == key else None
+
+    def _columns(self, number: int, shard: Shard) -> dict[str, np.ndarray]:
+        """The shard's columns, and where in it each document begins."""
+        fault = shard_fault(self.folder, shard)
+        if fault:
+            raise self._damaged(shard, fault)
+        packed = bytearray(shard.num_documents * COLUMN_BYTES)
+        try:
+            crc32 = _read_into(self.folder / shard.name, shard.bytes - len(packed), memoryview(packed))
+        except OSError as error:
+            raise self._damaged(shard, error.strerror or str(error)) from error
+        if crc32 != shard.columns_crc32:
+            raise self._damaged(shard, "other bytes in its columns: their CRC-32 differs")
+        columns, begin = {}, 0
+        for name, (_, dtype) in COLUMNS.items():
+            columns[name] = np.frombuffer(packed, dtype, shard.num_documents, begin)
+            begin += columns[name].nbytes
+        ends = np.cumsum(columns["num_tokens"], dtype=np.int64)
+        return {
+            "key": 2 * columns["document_id"] + columns["held_out"],
+            "digest": columns["digest"],
+            "num_tokens": columns["num_tokens"],
+            "crc32": columns["crc32"],
+            "shard": np.full(shard.num_documents, number, np.int32),
+            "offset": HEADER_BYTES + (ends - columns["num_tokens"]) * self.kind.token_bytes,
+        }
+
+    def _damaged(self, shard: Shard, got: str) -> DataError:
+        return DataError(
+            "features",
+            self.folder / shard.name,
+            expected=f"its {shard.num_documents:,} documents ({shard.first} … {shard.last}) as they were written",
+            got=got,
+            fix=f"remove {shard.name} if it is there, then extract again: it computes what is missing",
+        )
+
+
+def _no_columns() -> dict[str, np.ndarray]:
+    names = ("key", "digest", "num_tokens", "crc32", "shard", "offset")
+    return {name: np.zeros(0, np.int64) for name in names}
+
+
+def _read_into(path: Path, offset: int, out: memoryview) -> int:
+    """Fill `out` from the file's bytes at `offset`; returns their CRC-32. Raises: OSError, also where the file ends before."""
+    crc32 = 0
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        for begin in range(0, len(out), CHUNK_BYTES):
+            part = out[begin : begin + CHUNK_BYTES]
+            done = 0
+            while done < len(part):
+                count = os.preadv(descriptor, [part[done:]], offset + begin + done)
+                if count == 0:
+                    raise OSError(None, "the file ends too early")
+                done += count
+            crc32 = zlib.crc32(part, crc32)
+    finally:
+        os.close(descriptor)
+    return crc32
+
+
+def _unreadable(folder: Path, got: str) -> DataError:
+    return DataError(
+        "features",
+        folder,
+        expected=f"a folder that graphcap extract wrote, with an {INDEX} of version {VERSION}",
+        got=got,
+        fix="give such a folder, or write one: graphcap extract RECIPE --out FOLDER",
+    )
+
+
+def _json(document: dict) -> str:
+    return json.dumps(document, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n"

@@ -1,0 +1,84 @@
+"""A histogram of document lengths with the buckets drawn in: in a terminal with block characters, and as a picture.
+
+Knows numbers only. Called by shapes.py.
+"""
+
+from pathlib import Path
+
+import numpy as np
+
+from graphcap.errors import ConfigError
+
+EIGHTHS = " ▏▎▍▌▋▊▉█"
+
+
+def edges(longest: int) -> np.ndarray:
+    """Borders of the bins: 0, then a half octave apart from 64 on, to the first that is not below `longest`: int64 [bins + 1]."""
+    steps = [64]
+    while steps[-1] < longest:
+        steps.append(round(64 * 2 ** (len(steps) / 2)))
+    return np.array([0, *steps], dtype=np.int64)
+
+
+def histogram(lengths: np.ndarray, marks: dict[int, list[str]], *, width: int) -> list[str]:
+    """Lines for a terminal: documents by length, and at each bucket's length a line with its text.
+
+    lengths: int [n], tokens. marks: text lines by bucket length. width: columns.
+    """
+    borders = edges(max(int(lengths.max()), max(marks, default=1)))
+    counts = _closed_above(lengths, borders)
+    label = max(len(f"{border:,}") for border in borders) * 2 + 1
+    room = max(8, width - label - 2 - max(len(f"{count:,}") for count in counts) - 1)
+    lines, waiting = [], sorted(marks)
+    for low, high, count in zip(borders[:-1].tolist(), borders[1:].tolist(), counts.tolist(), strict=True):
+        lines.append(f"{f'{low:,}-{high:,}':>{label}}  {bar(count / max(1, counts.max()), room)} {count:,}")
+        while waiting and waiting[0] <= high:
+            lines += [f"{'':>{label}} ┄{text}" for text in marks[waiting.pop(0)]]
+    return lines
+
+
+def bar(share: float, width: int) -> str:
+    """A bar of so many columns at a share of 1, in eighths of a column; a share above 0 is never empty."""
+    eighths = round(share * width * 8)
+    if share > 0:
+        eighths = max(1, eighths)
+    return "█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()
+
+
+def picture(path: str | Path, lengths: np.ndarray, marks: dict[int, list[str]]) -> None:
+    """The same as an image file (.png, .svg, .pdf). Raises: ConfigError if matplotlib is missing or knows no such file."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        fix = "pip install matplotlib (graphcap's extra `plot`), or leave --picture out"
+        raise ConfigError("picture", path, expected="matplotlib", got="no such module", fix=fix) from error
+    borders = edges(max(int(lengths.max()), max(marks, default=1)))
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.bar(
+        np.maximum(borders[:-1], 45), _closed_above(lengths, borders), np.diff(np.maximum(borders, 45)), align="edge", ec="w"
+    )
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("tokens of a document")
+    axes.set_ylabel("documents")
+    top = axes.get_ylim()[1]
+    for place, (length, texts) in enumerate(sorted(marks.items())):
+        axes.axvline(length, color="C3", lw=1)
+        axes.text(length, top * (0.98 - 0.07 * (place % 6)), "\n".join(texts), ha="right", va="top", fontsize=7, color="C3")
+    try:
+        figure.savefig(path, dpi=150)
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            "picture",
+            path,
+            expected="a path ending in .png, .svg or .pdf that can be written",
+            got=str(error),
+            fix="give another",
+        ) from error
+
+
+def _closed_above(lengths: np.ndarray, borders: np.ndarray) -> np.ndarray:
+    """Documents of each bin (low, high]: int64 [bins]."""
+    return np.bincount(np.searchsorted(borders, lengths, side="left") - 1, minlength=len(borders) - 1)

@@ -1,0 +1,195 @@
+"""Writing features: shards that are complete or not there, in a folder that one process writes and many may read.
+
+A shard is written under a hidden name, synced, and renamed; then index.json is replaced by one that lists it. So whatever
+kills the writer, the index lists whole shards only, and the next writer goes on behind them. `reopen` brings the folder
+into that state: it removes what a dead writer left, and takes shards that are missing or cut off out of the index.
+
+The format is data/features.py's. Called by extract.py and tools/bench_features.py. Loads no torch.
+"""
+
+import fcntl
+import hashlib
+import os
+import re
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from graphcap.data.features import (
+    COLUMNS,
+    HEADER_BYTES,
+    INDEX,
+    Kind,
+    Shard,
+    digest_of,
+    document_name,
+    index_text,
+    read_index,
+    shard_fault,
+    shard_header,
+)
+from graphcap.errors import ConfigError
+from graphcap.ops import checkpoint
+
+SHARD = re.compile(r"shard-(\d{5,})\.safetensors")
+PARTIAL = re.compile(r"\.(shard-\d{5,}\.safetensors|index\.json\.\d+)\.partial")
+
+
+class FeatureFolder:
+    """A store's folder that is this process's own to write until `close`."""
+
+    def __init__(self, folder: Path) -> None:
+        """Make or take the folder. Raises: ConfigError if it holds something else, or if another process writes it."""
+        self.folder = Path(folder)
+        if self.folder.exists() and not self.folder.is_dir():
+            raise self._taken("a file")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        others = [name for name in os.listdir(self.folder) if not (name == ".lock" or PARTIAL.fullmatch(name))]
+        if others and INDEX not in others:
+            raise self._taken(f"one without {INDEX} that holds {min(others)}")
+        self._lock = open(self.folder / ".lock", "w", encoding="utf-8")  # noqa: SIM115 - it stays open as long as the folder
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._lock.close()
+            raise self._taken("one that another process writes") from error
+
+    def reopen(self) -> list[str]:
+        """Bring the folder into the state that a finished writer leaves; returns a line for each shard that is given up.
+
+        Raises: DataError if index.json is damaged; ConfigError if there are shards that it does not list.
+        """
+        for name in os.listdir(self.folder):
+            if PARTIAL.fullmatch(name):
+                (self.folder / name).unlink()
+        if not (self.folder / INDEX).is_file():
+            return []
+        kind, shards = read_index(self.folder)
+        faults = {shard.name: fault for shard in shards if (fault := shard_fault(self.folder, shard))}
+        kept = [shard for shard in shards if shard.name not in faults]
+        if faults:
+            self._write_index(kind, kept)
+        following = _following(shards)
+        for name in sorted(set(filter(SHARD.fullmatch, os.listdir(self.folder))) - {shard.name for shard in kept}):
+            if name not in faults and name != following:  # at most the one shard that a dead writer had not listed yet
+                raise self._taken(f"one with {name}, which its {INDEX} does not list")
+            (self.folder / name).unlink()
+        return [f"{name}: {fault}; its documents are computed again" for name, fault in faults.items()]
+
+    def writer(self, kind: Kind, *, shard_bytes: int) -> "FeatureWriter":
+        """A writer behind the shards that are there. Raises: ConfigError if they are features of another kind."""
+        shards: list[Shard] = []
+        if (self.folder / INDEX).is_file():
+            there, shards = read_index(self.folder)
+            check_kind(there, kind, self.folder)
+        else:
+            self._write_index(kind, [])
+        return FeatureWriter(self, kind, shards, shard_bytes=shard_bytes)
+
+    def _write_index(self, kind: Kind, shards: list[Shard]) -> None:
+        checkpoint.write_text(self.folder / INDEX, index_text(kind, shards))
+
+    def close(self) -> None:
+        """Let others write. A folder that nothing was written into goes."""
+        if os.listdir(self.folder) == [".lock"]:
+            (self.folder / ".lock").unlink()
+            self.folder.rmdir()
+        self._lock.close()
+
+    def _taken(self, got: str) -> ConfigError:
+        return ConfigError(
+            "features",
+            self.folder,
+            expected="a folder of features that nobody else writes, or none yet",
+            got=got,
+            fix="choose another --out",
+        )
+
+
+class FeatureWriter:
+    """Appends documents to a store. What was added is in the index once a shard is full, and after `close`."""
+
+    def __init__(self, folder: FeatureFolder, kind: Kind, shards: list[Shard], *, shard_bytes: int) -> None:
+        """shard_bytes: a shard is finished once it has so many bytes of features."""
+        self.kind, self.shards, self._folder, self._shard_bytes = kind, shards, folder, shard_bytes
+        self._file = None
+        self._rows: list[tuple[int, int, int, int, bool]] = []  # of the shard under way, as in COLUMNS
+        self._end = HEADER_BYTES
+
+    def add(self, document_id: int, held_out: bool, token_ids: np.ndarray, features_TF: np.ndarray) -> None:
+        """Append a document. token_ids: int32 [T]. features_TF: [T, F] of `kind.host_dtype`. Raises: OSError."""
+        assert features_TF.shape == (len(token_ids), self.kind.num_features) and features_TF.dtype == self.kind.host_dtype
+        if self._file is None:
+            self._file = open(self._partial, "wb", buffering=0)  # noqa: SIM115 - closed with the shard
+        packed = memoryview(np.ascontiguousarray(features_TF)).cast("B")
+        self._write(packed, self._end)
+        self._rows.append((document_id, digest_of(token_ids), len(token_ids), zlib.crc32(packed), held_out))
+        self._end += len(packed)
+        if self._end - HEADER_BYTES >= self._shard_bytes:
+            self._finish()
+
+    def close(self) -> None:
+        """Finish the shard under way, also after an error: what was computed is kept."""
+        if self._rows:
+            self._finish()
+        elif self._file is not None:
+            self._file.close()
+            self._partial.unlink()
+
+    @property
+    def _partial(self) -> Path:
+        return self._folder.folder / f".{_following(self.shards)}.partial"
+
+    def _write(self, data, offset: int) -> None:
+        data = memoryview(data)
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self._file.fileno(), data[done:], offset + done)
+
+    def _finish(self) -> None:
+        columns = [np.array(values, dtype) for values, (_, dtype) in zip(zip(*self._rows), COLUMNS.values(), strict=True)]
+        packed = b"".join(column.tobytes() for column in columns)
+        num_tokens = int(columns[2].sum())
+        self._write(shard_header(self.kind, num_documents=len(self._rows), num_tokens=num_tokens), 0)
+        self._write(packed, self._end)
+        self._file.truncate(self._end + len(packed))  # half of a document whose writing failed lies behind
+        os.fsync(self._file.fileno())
+        partial, name = self._partial, _following(self.shards)
+        with open(partial, "rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        first, last = (document_name(row[0], row[4]) for row in (self._rows[0], self._rows[-1]))
+        shard = Shard(name, self._end + len(packed), sha256, len(self._rows), num_tokens, zlib.crc32(packed), first, last)
+        os.rename(partial, self._folder.folder / name)
+        checkpoint.sync(self._folder.folder)
+        self._folder._write_index(self.kind, [*self.shards, shard])
+        self.shards.append(shard)
+        self._file.close()
+        self._file, self._rows, self._end = None, [], HEADER_BYTES
+
+
+def check_kind(there: Kind, wanted: Kind, folder: Path) -> None:
+    """Raises: ConfigError naming whatever differs between the features in a folder and those that are wanted."""
+    same_target = there.target["fingerprint"] == wanted.target["fingerprint"]
+    names = ("target_layer_ids", "hidden_size", "dtype") + (() if same_target else ("target",))
+    wrong = [name for name in names if getattr(there, name) != getattr(wanted, name)]
+    if wrong:
+        raise ConfigError(
+            "features",
+            folder,
+            expected=", ".join(f"{name} {_shown(getattr(wanted, name))}" for name in wrong),
+            got=", ".join(f"{name} {_shown(getattr(there, name))}" for name in wrong),
+            fix="set the recipe's target and drafter keys as they were for these features, or extract into another folder",
+        )
+
+
+def _shown(value) -> str:
+    if isinstance(value, dict):
+        return f"{value['name']} (fingerprint {value['fingerprint']})"
+    return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+def _following(shards: list[Shard]) -> str:
+    """The name of the next shard: no number is given twice while its shard is listed."""
+    number = 1 + max((int(SHARD.fullmatch(shard.name)[1]) for shard in shards), default=-1)
+    return f"shard-{number:05d}.safetensors"

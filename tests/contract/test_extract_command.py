@@ -1,0 +1,240 @@
+"""`graphcap extract` and training from its folder, through the command line, on the tiny target."""
+
+import json
+import shutil
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from graphcap import build, cli
+from graphcap.data.features import HEADER_BYTES, FeatureStore
+from graphcap.ops import checkpoint, rank
+from graphcap.ops.features import FeatureFolder, FeatureWriter
+from graphcap.ops.progress import read_metrics, without_clock
+
+SMALL = (
+    *("optimizer.max_updates=2", "optimizer.rows_per_update=2", "optimizer.epochs=1", "eval.every=1", "checkpoint.every=1"),
+    *("eval.documents=3", "eval.prompts=1", "eval.passes=1", "eval.max_new_tokens=4", "shapes.row_length=256"),
+    *("shapes.max_buckets=2", "run.threads=1", "run.device=cpu", "features.shard_bytes=10000000"),
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """The first conversations of the tiny target's own."""
+    folder = tmp_path_factory.mktemp("data")
+    lines = Path("graphcap/assets/tiny/conversations/train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    for name, count in (("short", 20), ("train", 40), ("held_out", 45)):
+        (folder / f"{name}.jsonl").write_text("".join(lines[count - 5 if name == "held_out" else 0 : count]), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def small(data) -> list[str]:
+    return ["runs/tiny.toml", *SMALL, f"data.held_out={data}/held_out.jsonl", f"data.train={data}/train.jsonl"]
+
+
+@pytest.fixture(scope="module")
+def stored(small, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("features") / "store"
+    assert cli.main(["extract", *small, "--out", str(out)]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def online(small, tmp_path_factory) -> Path:
+    """A run that computes its features."""
+    out = tmp_path_factory.mktemp("online")
+    assert cli.main(["train", "--here", *small, f"run.out={out}", "run.name=run"]) == 0
+    return out / "run"
+
+
+def trained(small, out: Path, *more: str) -> Path:
+    assert cli.main(["train", "--here", *small, f"run.out={out}", "run.name=run", *more]) == 0
+    return out / "run"
+
+
+def refused(capsys, *arguments: str) -> str:
+    capsys.readouterr()
+    assert cli.main(list(arguments)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("graphcap: ") and ". Fix: " in error and "Traceback" not in error
+    return error
+
+
+def state_of(run: Path) -> dict[str, torch.Tensor]:
+    newest = run / "checkpoints" / "update-00000002"
+    return {**load_file(newest / "model.safetensors"), **load_file(newest / "state.safetensors")}
+
+
+def lines_of(run: Path) -> list[dict]:
+    return [without_clock(line) for line in read_metrics(run / "metrics.jsonl")]
+
+
+def same(left: Path, right: Path) -> bool:
+    one, other = state_of(left), state_of(right)
+    equal = one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    return equal and lines_of(left) == lines_of(right)
+
+
+def with_one_element_changed(stored: Path, folder: Path) -> None:
+    """The same store, but for one number of the first training document."""
+    store, place = FeatureStore(stored), FeatureFolder(folder)
+    writer = place.writer(store.kind, shard_bytes=1 << 30)
+    for key, digest, num_tokens in zip(*(store._table[name].tolist() for name in ("key", "digest", "num_tokens"))):
+        values = np.zeros((num_tokens, store.kind.num_features), store.kind.host_dtype)
+        store.read(key // 2, bool(key % 2), values)
+        if key == min(key for key in store._table["key"] if key % 2 == 0):
+            values[0, 0] += 1.0
+        writer.add(key // 2, bool(key % 2), np.zeros(num_tokens, np.int32), values)
+        writer._rows[-1] = (*writer._rows[-1][:1], digest, *writer._rows[-1][2:])
+    writer.close()
+    place.close()
+
+
+def test_training_from_features_is_bit_equal_to_computing_them_with_no_target_in_memory(
+    small, stored, online, tmp_path, monkeypatch
+):
+    def no_target(*arguments, **keywords):
+        raise AssertionError("training from features loads no target")
+
+    monkeypatch.setattr(build, "load_model", no_target)
+    monkeypatch.setattr(build, "Target", no_target)
+    assert same(trained(small, tmp_path, f"features.path={stored}"), online)
+    state = json.loads((tmp_path / "run/checkpoints/update-00000002/state.json").read_text())
+    assert state == json.loads((online / "checkpoints/update-00000002/state.json").read_text())
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("loader")] == []
+
+
+def test_must_fail_one_changed_element_of_the_features_gives_another_run(small, stored, online, tmp_path):
+    with_one_element_changed(stored, tmp_path / "changed")
+    assert not same(trained(small, tmp_path, f"features.path={tmp_path / 'changed'}"), online)
+
+
+def test_a_run_from_features_stops_on_request_and_goes_on_bit_equal(small, stored, online, tmp_path, monkeypatch):
+    arguments = ["train", "--here", *small, f"run.out={tmp_path}", "run.name=run", f"features.path={stored}"]
+    with monkeypatch.context() as patch:
+        patch.setattr(rank.Rank, "stop_asked", lambda self: True)
+        assert cli.main(arguments) == 3
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("loader")] == []
+    assert cli.main(arguments) == 0
+    assert same(tmp_path / "run", online)
+
+
+def test_what_is_missing_is_refused_or_computed_and_kept_and_the_same_command_goes_on(small, data, online, tmp_path, capsys):
+    out, short = tmp_path / "store", [*small[:-1], f"data.train={data}/short.jsonl"]
+    assert cli.main(["extract", *short, "--out", str(out)]) == 0
+    before = FeatureStore(out)
+    train = ["train", "--here", *small, f"run.out={tmp_path}", "run.name=run", f"features.path={out}"]
+    assert "documents without, first train " in refused(capsys, *train)
+    assert not (tmp_path / "run").exists()
+    assert "none" not in refused(capsys, *train[:-1], f"features.path={tmp_path / 'nothing'}")
+    assert cli.main([*train, "features.missing=compute"]) == 0
+    after = FeatureStore(out)
+    assert after.shards[: len(before.shards)] == before.shards and after.num_documents > before.num_documents
+    assert lines_of(tmp_path / "run")[0]["loss"] == pytest.approx(lines_of(online)[0]["loss"], rel=1e-4)  # other rows
+    capsys.readouterr()
+    assert cli.main(["extract", *small, "--out", str(out)]) == 0
+    assert "has every document of the recipe" in capsys.readouterr().out
+
+
+def test_an_extract_that_is_interrupted_keeps_its_work_and_goes_on(small, stored, tmp_path, monkeypatch, capsys):
+    command, added = ["extract", *small, "--out", str(tmp_path / "store")], []
+
+    def interrupted(self, *arguments):
+        if len(added) == 5:
+            raise KeyboardInterrupt
+        added.append(arguments)
+        add(self, *arguments)
+
+    add = FeatureWriter.add
+    with monkeypatch.context() as patch:
+        patch.setattr(FeatureWriter, "add", interrupted)
+        assert cli.main(command) == 3
+    assert "stopped on request; the same command continues" in capsys.readouterr().err
+    kept = FeatureStore(tmp_path / "store")
+    assert kept.num_documents == 5
+    assert cli.main(command) == 0
+    whole, again = FeatureStore(stored), FeatureStore(tmp_path / "store")
+    assert again.shards[0] == kept.shards[0]
+    for name in ("key", "digest", "crc32"):  # of the bits
+        assert np.array_equal(whole._table[name], again._table[name])
+
+
+def test_features_of_other_taps_another_dtype_or_another_target_are_refused(small, stored, tmp_path, capsys):
+    train = ["train", "--here", *small, f"run.out={tmp_path}/out", f"features.path={stored}"]
+    error = refused(capsys, *train, "drafter.target_layer_ids=1,3,5,7,8")
+    assert "[1, 3, 5, 7, 8]" in error and "[1, 3, 5, 7, 9]" in error
+    assert "bfloat16" in refused(capsys, *train, "target.dtype=bfloat16")
+    target = Path(shutil.copytree("graphcap/assets/tiny", tmp_path / "other", ignore=shutil.ignore_patterns("conversations")))
+    tensors = load_file(target / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"] *= 1.5
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    assert "fingerprint" in refused(capsys, *train, f"target.path={target}")
+    assert not (tmp_path / "out").exists()
+
+
+def test_damage_is_refused_before_training_or_ends_it_by_name_and_extract_mends_it(small, stored, online, tmp_path, capsys):
+    store = Path(shutil.copytree(stored, tmp_path / "store"))
+    train = ["train", "--here", *small, f"run.out={tmp_path}", "run.name=run", f"features.path={store}"]
+    shard = FeatureStore(store).shards[0]
+    whole = (store / shard.name).read_bytes()
+    for damage in (lambda path: path.unlink(), lambda path: path.write_bytes(whole[:-1])):
+        damage(store / shard.name)
+        for arguments in (train, ["extract", "--check", str(store)]):
+            assert shard.name in (error := refused(capsys, *arguments)) and shard.first in error
+        (store / shard.name).write_bytes(whole)
+    assert not (tmp_path / "run").exists()
+    flipped = bytearray(whole)
+    flipped[HEADER_BYTES + 5] ^= 4
+    (store / shard.name).write_bytes(flipped)
+    assert f"{shard.name} ({shard.first})" in refused(capsys, "extract", "--check", str(store))
+    error = refused(capsys, *train)
+    assert shard.name in error and f"document {shard.first}:" in error
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("loader")] == []
+    (store / shard.name).unlink()
+    assert cli.main(["extract", *small, "--out", str(store)]) == 0
+    assert cli.main(["extract", "--check", str(store)]) == 0
+    assert "whole and sound" in capsys.readouterr().out
+    assert cli.main(train) == 0 and same(tmp_path / "run", online)
+
+
+def test_a_disk_that_is_too_small_is_refused_before_the_target_is_loaded(small, tmp_path, capsys, monkeypatch):
+    from graphcap import extract
+
+    monkeypatch.setattr(checkpoint, "disk_free_bytes", lambda folder: 10**6)
+    monkeypatch.setattr(extract, "load_model", lambda *arguments, **keywords: pytest.fail("the target was loaded"))
+    assert "1,000,000 bytes" in refused(capsys, "extract", *small, "--out", str(tmp_path / "store"))
+    assert not (tmp_path / "store").exists()
+
+
+def test_the_predicted_bytes_are_said_first_and_lie_on_disk_within_two_percent(small, tmp_path, capsys):
+    assert cli.main(["extract", *small, "--out", str(tmp_path / "store")]) == 0
+    said = capsys.readouterr().out
+    line = next(line for line in said.splitlines() if "bytes on disk" in line)
+    assert said.index(line) < said.index("target    ")
+    predicted = int(line.split(" bytes on disk")[0].split()[-1].replace(",", ""))
+    on_disk = sum(path.stat().st_size for path in (tmp_path / "store").iterdir())
+    assert abs(predicted - on_disk) <= 0.02 * on_disk
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--check", "x", "runs/tiny.toml"], ["runs/tiny.toml"], ["runs/tiny.toml", "--out", "x", "--none"]]
+)
+def test_a_command_line_without_recipe_or_folder_is_refused(arguments, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["extract", *arguments])
+    assert end.value.code == 2 and "graphcap extract" in capsys.readouterr().err
+
+
+def test_a_dry_run_from_features_counts_the_two_ends_and_writes_nothing(small, stored, tmp_path, capsys):
+    assert cli.main(["train", *small, "--dry-run", f"run.out={tmp_path}/out", f"features.path={stored}"]) == 0
+    said = capsys.readouterr().out
+    assert "only embedding and head loaded" in said and "target 1.2 MiB" in said and not (tmp_path / "out").exists()
+    arguments = [f"run.out={tmp_path}/out", f"features.path={tmp_path}/none", "features.missing=compute"]
+    assert cli.main(["train", *small, "--dry-run", *arguments]) == 0
+    assert "would be computed first" in capsys.readouterr().out and not list(tmp_path.iterdir())

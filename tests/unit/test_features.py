@@ -1,0 +1,272 @@
+"""A store gives back what was written, bit for bit, or says which shard and document is damaged; a kill loses no shard."""
+
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from graphcap.data import features
+from graphcap.data.features import INDEX, FeatureStore, Kind, needed_bytes
+from graphcap.errors import ConfigError, DataError
+from graphcap.ops.features import FeatureFolder
+from tests.toys import fresh_seed
+
+TARGET = {"name": "toy", "commit": "", "fingerprint": "0123456789abcdef"}
+
+
+def kind_of(dtype: str, *, taps=(1, 3), hidden_size: int = 5) -> Kind:
+    return Kind(TARGET, taps, hidden_size, dtype)
+
+
+def random_documents(kind: Kind, rng: random.Random, count: int) -> list[tuple[int, bool, np.ndarray, np.ndarray]]:
+    """(id, held out, token ids, features) of documents, the same ids in both sets, in any order."""
+    draw = np.random.default_rng(rng.getrandbits(32))
+    made = []
+    for number in rng.sample(range(10 * count), count):
+        token_ids = draw.integers(0, 100, draw.integers(1, 20)).astype(np.int32)
+        bits = draw.integers(0, 256, (len(token_ids), kind.token_bytes), dtype=np.uint8)
+        made.append((number // 2, bool(number % 2), token_ids, bits.view(kind.host_dtype)))
+    return made
+
+
+def write(folder: Path, kind: Kind, documents, *, shard_bytes: int = 400, close: bool = True) -> None:
+    """Add the documents that the folder lacks, as `graphcap extract` does."""
+    place = FeatureFolder(folder)
+    try:
+        place.reopen()
+        store = FeatureStore(folder) if (folder / INDEX).is_file() else None
+        writer = place.writer(kind, shard_bytes=shard_bytes)
+        for number, held_out, token_ids, values in documents:
+            if store is None or not store.has(number, held_out, token_ids):
+                writer.add(number, held_out, token_ids, values)
+        if close:
+            writer.close()
+    finally:
+        place._lock.close()
+
+
+def read(store: FeatureStore, number: int, held_out: bool, token_ids) -> np.ndarray:
+    out_TF = np.zeros((len(token_ids), store.kind.num_features), store.kind.host_dtype)
+    store.read(number, held_out, out_TF)
+    return out_TF
+
+
+def damaged(store: FeatureStore, documents) -> dict[tuple[int, bool], str]:
+    """What reading each document says where it fails."""
+    found = {}
+    for number, held_out, token_ids, values in documents:
+        try:
+            assert read(store, number, held_out, token_ids).tobytes() == values.tobytes()
+        except DataError as error:
+            found[number, held_out] = str(error)
+    return found
+
+
+@pytest.fixture
+def stored(tmp_path):
+    """A store of 30 documents in several shards, and the documents."""
+    rng, kind = random.Random(fresh_seed()), kind_of("bfloat16")
+    documents = random_documents(kind, rng, 30)
+    write(tmp_path / "store", kind, documents)
+    return tmp_path / "store", documents, rng
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_document_comes_back_bit_for_bit_and_safetensors_reads_the_shards(tmp_path, dtype):
+    kind = kind_of(dtype)
+    documents = random_documents(kind, random.Random(fresh_seed()), 30)
+    write(tmp_path, kind, documents)
+    store = FeatureStore(tmp_path)
+    assert damaged(store, documents) == {} and len(store.shards) > 3
+    assert (store.num_documents, store.num_tokens) == (30, sum(len(one[2]) for one in documents))
+    assert all(store.has(*one[:3]) for one in documents) and not store.has(999, False, documents[0][2])
+    store.check()
+    if dtype == "float32":  # safetensors' numpy has no bfloat16
+        shards = [load_file(tmp_path / shard.name) for shard in store.shards]
+        assert [int(number) for shard in shards for number in shard["document_id"]] == [one[0] for one in documents]
+        whole = np.concatenate([shard["features"] for shard in shards])
+        assert whole.tobytes() == b"".join(one[3].tobytes() for one in documents)
+
+
+def test_safetensors_reads_a_shard_of_bfloat16(stored):
+    import torch
+    from safetensors.torch import load_file as load_torch
+
+    folder, documents, _ = stored
+    tensors = [load_torch(folder / shard.name)["features"] for shard in FeatureStore(folder).shards]
+    assert all(tensor.dtype == torch.bfloat16 for tensor in tensors)
+    whole = torch.cat(tensors).view(torch.int16).numpy().tobytes()
+    assert whole == b"".join(one[3].tobytes() for one in documents)
+
+
+def test_a_flipped_bit_is_found_wherever_it_is_and_the_document_and_shard_are_named(stored):
+    folder, documents, rng = stored
+    shards = FeatureStore(folder).shards
+    for _ in range(20):
+        shard = rng.choice(shards)
+        path, place = folder / shard.name, rng.randrange(features.HEADER_BYTES, shard.bytes)
+        before = path.read_bytes()
+        path.write_bytes(before[:place] + bytes([before[place] ^ (1 << rng.randrange(8))]) + before[place + 1 :])
+        try:
+            store = FeatureStore(folder)
+        except DataError as error:  # in the columns
+            assert place >= shard.bytes - features.COLUMN_BYTES * shard.num_documents
+            assert shard.name in str(error) and shard.first in str(error) and "columns" in str(error)
+        else:
+            ((number, held_out), message) = next(iter(damaged(store, documents).items()))
+            name = features.document_name(number, held_out)
+            assert len(damaged(store, documents)) == 1 and shard.name in message and f"document {name}:" in message
+            with pytest.raises(DataError, match=rf"{shard.name} \({name}\)"):
+                store.check()
+        path.write_bytes(before)
+        FeatureStore(folder).check()
+
+
+def test_a_truncated_and_a_missing_shard_are_named_and_only_their_documents_are_written_again(stored):
+    folder, documents, rng = stored
+    kind, shards = features.read_index(folder)
+    cut, gone = rng.sample(shards, 2)
+    (folder / gone.name).rename(folder.parent / "away")
+    with pytest.raises(DataError, match=f"{gone.name}.*{gone.first} … {gone.last}.*no such file"):
+        FeatureStore(folder)
+    (folder.parent / "away").rename(folder / gone.name)
+    with open(folder / cut.name, "r+b") as file:
+        file.truncate(cut.bytes - 1)
+    with pytest.raises(DataError, match=f"{cut.name}.*{cut.bytes - 1:,} of {cut.bytes:,} bytes"):
+        FeatureStore(folder)
+    (folder / gone.name).unlink()
+    write(folder, kind, documents)
+    store = FeatureStore(folder)
+    assert damaged(store, documents) == {} and store.num_documents == 30
+    assert {shard.name for shard in store.shards} >= {shard.name for shard in shards} - {cut.name, gone.name}
+
+
+def test_a_shard_that_is_cut_off_or_goes_while_it_is_read_is_named(stored):
+    folder, documents, _ = stored
+    store = FeatureStore(folder)
+    with open(folder / store.shards[0].name, "r+b") as file:
+        file.truncate(features.HEADER_BYTES + 3)
+    (folder / store.shards[1].name).unlink()
+    found = damaged(store, documents)
+    assert len(found) == store.shards[0].num_documents + store.shards[1].num_documents
+    assert any("ends too early" in line and store.shards[0].name in line for line in found.values())
+    assert any("No such file" in line and store.shards[1].name in line for line in found.values())
+
+
+def test_a_changed_index_and_features_of_other_tokens_are_refused(stored):
+    folder, documents, _ = stored
+    number, held_out, token_ids, _ = documents[0]
+    with pytest.raises(DataError, match="other tokens"):
+        FeatureStore(folder).has(number, held_out, token_ids + 1)
+    text = (folder / INDEX).read_text()
+    for wrong in (text.replace("bfloat16", "float32"), text[: len(text) // 2], "[]", ""):
+        (folder / INDEX).write_text(wrong)
+        with pytest.raises(DataError, match=INDEX):
+            FeatureStore(folder)
+
+
+def test_another_target_other_taps_and_another_folder_are_refused(stored, tmp_path):
+    folder, documents, _ = stored
+    for kind in (
+        kind_of("float32"),
+        kind_of("bfloat16", taps=(1, 2)),
+        Kind(TARGET | {"fingerprint": "f" * 16}, (1, 3), 5, "bfloat16"),
+    ):
+        with pytest.raises(ConfigError, match="features.*expected .*, got "):
+            write(folder, kind, documents)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="notes.txt"):
+        write(tmp_path / "other", kind, documents)
+    held = FeatureFolder(folder)
+    with pytest.raises(ConfigError, match="another process writes"):
+        FeatureFolder(folder)
+    held.close()
+    (folder / "shard-77777.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match="shard-77777"):
+        write(folder, kind_of("bfloat16"), documents)
+
+
+@pytest.mark.parametrize("shard_bytes", [1, 10_000, 1 << 30])
+def test_the_predicted_bytes_are_those_on_disk_within_two_percent(tmp_path, shard_bytes):
+    kind = kind_of("bfloat16", taps=(1, 3, 5), hidden_size=512)
+    documents = random_documents(kind, random.Random(fresh_seed()), 40)
+    write(tmp_path, kind, documents, shard_bytes=shard_bytes)
+    num_tokens = sum(len(one[2]) for one in documents)
+    predicted = needed_bytes(kind, num_documents=40, num_tokens=num_tokens, shard_bytes=shard_bytes)
+    on_disk = sum(path.stat().st_size for path in tmp_path.iterdir())
+    assert abs(predicted - on_disk) <= 0.02 * on_disk
+    assert abs(num_tokens * kind.num_features - on_disk) > 0.02 * on_disk  # must fail: one byte an element
+
+
+class Killed(BaseException):
+    """The process is gone: nothing it would still have done is done."""
+
+
+class Kills:
+    """Kills at the n-th call that changes the disk, and every call after it: whoever cleans up is dead too."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.left, self.count = -1, 0
+        for name in ("pwrite", "fsync", "rename", "replace", "unlink", "mkdir"):
+            monkeypatch.setattr(os, name, self._counted(getattr(os, name)))
+
+    def _counted(self, call):
+        def counted(*arguments, **keywords):
+            self.count += 1
+            if 0 <= self.left < self.count:
+                raise Killed
+            return call(*arguments, **keywords)
+
+        return counted
+
+    def run(self, action, *, at: int) -> bool:
+        """Run; kill at call number `at`, or never if -1. Whether it was killed."""
+        self.left, self.count = at, 0
+        try:
+            action()
+        except Killed:
+            return True
+        finally:
+            self.left = -1
+        return False
+
+
+def test_killed_at_every_call_that_changes_the_disk_whole_shards_stay_and_the_next_writer_goes_on(tmp_path, monkeypatch):
+    kind, kills = kind_of("bfloat16"), Kills(monkeypatch)
+    documents = random_documents(kind, random.Random(fresh_seed()), 9)
+    kills.run(lambda: write(tmp_path / "whole", kind, documents), at=-1)
+    num_calls, seen = kills.count, []
+    assert num_calls > 20
+    for at in range(num_calls):
+        folder = tmp_path / str(at)
+        assert kills.run(lambda folder=folder: write(folder, kind, documents), at=at)
+        if (folder / INDEX).is_file():
+            store = FeatureStore(folder)
+            seen.append(store.num_documents)
+            assert len(damaged(store, documents)) == 9 - store.num_documents
+            assert damaged(store, documents[: store.num_documents]) == {}
+        write(folder, kind, documents)
+        store = FeatureStore(folder)
+        store.check()
+        assert damaged(store, documents) == {}
+        assert {path.name for path in folder.iterdir()} == {".lock", INDEX, *(shard.name for shard in store.shards)}
+    assert seen == sorted(seen) and len(set(seen)) >= 4, seen
+
+
+def test_what_was_added_before_an_error_is_kept_by_close(tmp_path):
+    kind = kind_of("bfloat16")
+    documents = random_documents(kind, random.Random(fresh_seed()), 6)
+    folder = FeatureFolder(tmp_path / "store")
+    writer = folder.writer(kind, shard_bytes=1 << 30)
+    for one in documents[:4]:
+        writer.add(*one)
+    writer._write(bytes(1000), writer._end)  # half of a document, as if the disk had been full
+    writer.close()
+    folder.close()
+    store = FeatureStore(tmp_path / "store")
+    store.check()
+    assert store.num_documents == 4 and damaged(store, documents[:4]) == {}
