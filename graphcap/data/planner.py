@@ -131,6 +131,9 @@ class Shapes:
             fields = json.loads(text)
         except ValueError as error:
             raise _refuse(source, "JSON", str(error)) from error
+        version = fields.get("packing_version") if isinstance(fields, dict) else None
+        if type(version) is int and version != PACKING_VERSION:
+            raise _refuse(source, f"packing_version {PACKING_VERSION}", str(version))
         if not isinstance(fields, dict) or set(fields) != set(_KEYS):
             found = ", ".join(sorted(fields)) if isinstance(fields, dict) else type(fields).__name__
             raise _refuse(source, f"exactly the keys {', '.join(_KEYS)}", found)

@@ -29,7 +29,7 @@ _FIRST_STEP, _LAST_STEP = 16, 64  # small moves: this part of a row, and half of
 _LEAST_MOVE = 5000  # saves less than this part: try smaller ones
 _MOST_ROUNDS = 6
 # The sample: a window of documents for so many rows, of at most so many documents; two windows where these are few.
-_SAMPLE_ROWS, _SAMPLE_WINDOW = 450, 4096
+_SAMPLE_ROWS, _SAMPLE_WINDOW = 900, 4096
 _LEAST_GAIN = 2000  # a bucket saves at least this part of an epoch, or the sample's chance may have chosen it
 
 

@@ -207,6 +207,7 @@ def test_file_reads_back_equal_and_stays_small(tmp_path):
         lambda fields: fields.update(anchor_density=float("nan")),
         lambda fields: fields.update(histogram=[]),
         lambda fields: fields.update(rows="both"),
+        lambda fields: fields.update(packing_version=PACKING_VERSION - 1),
         lambda fields: fields.update(costs={}),
         lambda fields: fields["costs"].update(token_ps=0),
         lambda fields: fields["costs"].update(pair_ps=0.5),
