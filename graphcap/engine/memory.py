@@ -4,7 +4,7 @@ Counted, tensor by tensor, from what a micro step keeps at its fullest moment, w
 with gradient checkpointing and a small vocabulary, a layer run again in the backward). A graph's pool adds what the allocator
 rounds up. tests/cuda/test_memory.py holds it against what a captured bucket takes.
 
-Calls: build.py, shapes.py.
+Called by layout.py and shapes.py.
 """
 
 import math
@@ -17,6 +17,7 @@ from graphcap.model.drafter import DrafterConfig
 WORKSPACE_BYTES = 96 << 20  # of cuBLAS, on the two streams that multiply
 ROUNDING, SEGMENT_BYTES = 1.02, 20 << 20  # allocator blocks over the tensors in them, and its smallest segment of a pool
 LEFT_FREE_BYTES = 512 << 20  # for kernels that are loaded, and for whatever else draws on the GPU
+STAGED_ROWS = 3  # on their way into a slot
 STATE_BYTES = 4 + 4 + 4 + 4  # float32 a parameter: master, two moments, gradient sum; the weights come on top
 
 
@@ -24,9 +25,9 @@ STATE_BYTES = 4 + 4 + 4 + 4  # float32 a parameter: master, two moments, gradien
 class Sizes:
     """What the memory of a run depends on, beside its buckets.
 
-    num_parameters: of the drafter. target_bytes: all of the target's tensors (offline: its embedding and head).
-    target_intermediate: width of the target's MLP; 0: no target runs. itemsize: bytes of the compute dtype. chunk_tokens:
-    draft tokens whose logits exist at once.
+    num_parameters: of the drafter. target_bytes: the target's tensors that are loaded. target_intermediate: width of the
+    target's MLP; 0: no target runs. itemsize: bytes of the compute dtype. chunk_tokens: draft tokens whose logits exist at
+    once. stored: features come from the host, into every slot.
     """
 
     drafter: DrafterConfig
@@ -36,10 +37,12 @@ class Sizes:
     itemsize: int
     chunk_tokens: int
     checkpointing: bool = False
+    stored: bool = False
 
-    def needed_bytes(self, bucket: Bucket) -> int:
-        """Memory of a run whose largest bucket this is, start-up included; CUDA's own context is not counted."""
-        return self.held_bytes() + self.step_bytes(bucket)
+    def needed_bytes(self, *buckets: Bucket) -> int:
+        """Memory of a run over these buckets, start-up included; CUDA's own context is not counted."""
+        step = max(self.step_bytes(bucket) for bucket in buckets)  # graphs of all buckets share one pool
+        return self.held_bytes() + step + self._slot_bytes(buckets)
 
     def held_bytes(self) -> int:
         """What stays from before the first step to the end, whatever the buckets."""
@@ -49,7 +52,7 @@ class Sizes:
         """What the graphs of a bucket take beside it: the pool."""
         c, rows, draft = self.drafter, bucket.length, bucket.num_anchors * self.drafter.block_size
         queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        features = rows * len(c.target_layer_ids) * c.hidden_size
+        features = 0 if self.stored else rows * len(c.target_layer_ids) * c.hidden_size
         context = rows * (2 * c.hidden_size + 2 * c.head_dim + 3 * c.num_layers * keys)
         blocks = draft * (2 * c.hidden_size + 2 * c.head_dim)  # embeddings, final norm, rotary table
         layer = draft * (4 * (c.hidden_size + queries) + 3 * c.intermediate_size + keys) + 2 * (rows + draft) * keys
@@ -74,23 +77,30 @@ class Sizes:
             fitting = smaller
         return fitting
 
-    def check_fit(self, bucket: Bucket, room_bytes: int) -> None:
-        """Refuse a bucket that needs more than that. Raises: ConfigError naming it and the largest that fits."""
-        needed = self.needed_bytes(bucket)
+    def check_fit(self, buckets: tuple[Bucket, ...], room_bytes: int) -> None:
+        """Refuse buckets that need more than that. Raises: ConfigError naming the one that needs most, and the largest that fits."""
+        needed = self.needed_bytes(*buckets)
         if needed <= room_bytes:
             return
+        bucket = max(buckets, key=self.step_bytes)
         fitting = self.largest_that_fits(bucket, room_bytes)
         if fitting is None:
-            cause, fix = (
-                f"{_gib(self.held_bytes())} of it are target, drafter and optimizer",
-                "use a larger GPU or a smaller target",
-            )
+            cause = f"target, drafter and optimizer alone take {gib(self.held_bytes())}"
+            fix = "use a larger GPU, a smaller target, or stored features (features.path)"
         else:
             cause = f"the largest bucket of as many anchors a token that fits is {fitting.name}"
             fix = f"set shapes.row_length={fitting.length}" + ("" if self.checkpointing else " or drafter.checkpointing=true")
         raise ConfigError(
-            "bucket", bucket.name, expected=f"at most {_gib(room_bytes)} of GPU memory", got=_gib(needed), cause=cause, fix=fix
+            "bucket", bucket.name, expected=f"at most {gib(room_bytes)} of GPU memory", got=gib(needed), cause=cause, fix=fix
         )
+
+    def _slot_bytes(self, buckets: tuple[Bucket, ...]) -> int:
+        """Features that the host fills in: a slot for each bucket, and what stages the largest. Other buffers are small."""
+        if not self.stored:
+            return 0
+        row_bytes = len(self.drafter.target_layer_ids) * self.drafter.hidden_size * self.itemsize
+        lengths = [bucket.length for bucket in buckets]
+        return row_bytes * (sum(lengths) + STAGED_ROWS * max(lengths))
 
 
 def _whole_tiles(num_anchors: float, block_size: int) -> int:
@@ -99,5 +109,6 @@ def _whole_tiles(num_anchors: float, block_size: int) -> int:
     return max(unit, math.ceil(num_anchors / unit) * unit)
 
 
-def _gib(num_bytes: int) -> str:
+def gib(num_bytes: int) -> str:
+    """A size for people."""
     return f"{num_bytes / 2**30:.2f} GiB"

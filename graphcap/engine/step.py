@@ -58,14 +58,14 @@ class DrafterStep(Step):
             Buffer("anchors", bucket.num_anchors, pad_value=UNUSED),
         )
 
-    def example(self, bucket) -> dict[str, np.ndarray]:
-        """A row like training's: three documents, a padded tail, anchors all over, a tenth of the slots unused.
+    def example(self, bucket, *, num_documents: int = 3) -> dict[str, np.ndarray]:
+        """A row like training's: documents, a padded tail, anchors all over, a tenth of the slots unused.
 
         Another one at every call, so that a graph that kept something of the row it was captured on is found.
         """
         draw = np.random.default_rng((bucket.length, next(self._examples)))
         length = bucket.length - bucket.length // 16
-        parts = [length // 2, length // 3, length - length // 2 - length // 3]
+        parts = [len(part) for part in np.array_split(np.arange(length), num_documents)]
         count = min(bucket.num_anchors - bucket.num_anchors // 10, length - 1)
         return {
             "token_ids": draw.integers(0, self.target.head_VD.shape[0], length).astype(np.int32),

@@ -66,11 +66,18 @@ def test_the_largest_that_fits_fits_and_the_next_does_not():
 
 def test_a_bucket_that_does_not_fit_is_refused_by_name():
     one, bucket = sizes(), Bucket(4096, 512)
-    one.check_fit(bucket, one.needed_bytes(bucket))
+    one.check_fit((bucket,), one.needed_bytes(bucket))
     with pytest.raises(
         ConfigError, match="bucket '4096/512'.*the largest bucket of as many anchors a token that fits is 3968/496.*"
     ) as told:
-        one.check_fit(bucket, one.needed_bytes(bucket) - 1)
+        one.check_fit((bucket,), one.needed_bytes(bucket) - 1)
     assert "shapes.row_length=3968" in str(told.value)
-    with pytest.raises(ConfigError, match="target, drafter and optimizer"):
-        one.check_fit(bucket, 1000)
+    with pytest.raises(ConfigError, match="target, drafter and optimizer alone take"):
+        one.check_fit((bucket,), 1000)
+
+
+def test_stored_features_lie_in_slots_and_staging_and_not_in_the_pool():
+    online, stored, buckets = sizes(), sizes(stored=True, target_intermediate=0), (Bucket(512, 16), Bucket(256, 16))
+    row = 2 * online.drafter.hidden_size * 2
+    assert online.step_bytes(buckets[0]) - stored.step_bytes(buckets[0]) == pytest.approx(ROUNDING * 512 * row, abs=2)
+    assert stored.needed_bytes(*buckets) - stored.held_bytes() - stored.step_bytes(buckets[0]) == row * (512 + 256 + 3 * 512)

@@ -1,0 +1,221 @@
+"""Documents and the rows that are made of them: what is known of a run before its target is loaded.
+
+Sizes come from the target's config alone, so data that cannot be used and a plan that does not fit are refused first.
+Called by build.py, extract.py and shapes.py.
+"""
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from graphcap.config import Recipe
+from graphcap.data.conversations import Documents, load_documents
+from graphcap.data.costs import Costs, Sizes
+from graphcap.data.documents import Document, DocumentList
+from graphcap.data.packing import Schedule
+from graphcap.data.planner import Shapes, plan
+from graphcap.data.reading import Means
+from graphcap.engine import memory
+from graphcap.engine.evaluation import Evaluation, fitting
+from graphcap.errors import ConfigError
+from graphcap.model.drafter import Drafter, DrafterConfig
+from graphcap.ops import caches
+
+MOST_TEXT_WORKERS = 16  # processes that tokenise; each takes about 120 MB
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The documents of a run, training's by id, and the rows that it makes of them."""
+
+    documents: Mapping[int, Document]
+    held_out: DocumentList
+    evaluation: Evaluation
+    shapes: Shapes
+    schedule: Schedule
+    revisions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What a plan depends on beside the documents. room_bytes: GPU memory it may take; None: nobody counts it."""
+
+    config: DrafterConfig
+    costs: Costs
+    memory: memory.Sizes
+    room_bytes: int | None
+
+
+def frame_of(recipe: Recipe, skeleton, config: DrafterConfig, *, device: torch.device, dtype: torch.dtype) -> Frame:
+    """skeleton: of the target, from model/ends.load_skeleton. device: where the run computes; on a GPU its free memory counts."""
+    room = round(recipe.shapes.memory_gib * 2**30) or None
+    if room is None and device.type == "cuda":
+        room = torch.cuda.mem_get_info(device)[0] - memory.LEFT_FREE_BYTES
+    return Frame(config, costs_of(skeleton, config), memory_of(recipe, skeleton, config, dtype), room)
+
+
+def lay_out(recipe: Recipe, tokenizer, frame: Frame, continued: dict | None, say, *, note) -> Layout:
+    """Load the documents and plan their rows. note: called with a phase now and then, for a long load is not silent.
+
+    continued: as in build. Raises: GraphcapError for documents or a plan that cannot be used.
+    """
+    loaded = load_data(recipe, tokenizer, frame.config.mask_token_id, say, note=note)
+    held_out = loaded["held_out"].documents
+    shapes = shapes_of(recipe, loaded["train"].documents, frame, continued)
+    schedule = schedule_of(recipe, loaded["train"].documents, shapes)
+    say(f"plan      {described(recipe, shapes, schedule)}")
+    return Layout(
+        documents=loaded["train"].documents.by_id(),
+        held_out=held_out,
+        evaluation=Evaluation(fitting(held_out, shapes.buckets, count=recipe.eval.documents), shapes.buckets),
+        shapes=shapes,
+        schedule=schedule,
+        revisions={origin.path: origin.revision for part in loaded.values() for origin in part.origins if origin.revision},
+    )
+
+
+def load_data(recipe: Recipe, tokenizer, mask_token_id: int, say, *, note) -> dict[str, Documents]:
+    """The documents of `train` and, where the recipe names any, of `held_out`. Raises: DataError, ConfigError."""
+    loaded = {}
+    cache = {"auto": caches.documents_folder(), "": None}.get(recipe.data.cache, Path(recipe.data.cache))
+    for name in ("train", "held_out"):
+        if not getattr(recipe.data, name):
+            continue
+        begin = time.monotonic()
+
+        def told(line: str, name: str = name) -> None:
+            note("load data")
+            say(f"{name:<9} {line}")
+
+        workers = min(len(os.sched_getaffinity(0)), MOST_TEXT_WORKERS)
+        loaded[name] = load_documents(
+            getattr(recipe.data, name),
+            tokenizer,
+            max_length=recipe.data.max_length,
+            on_long=recipe.data.on_long,
+            on_bad_line=recipe.data.on_bad_line,
+            means=Means(cache, workers, told),
+        )
+        used = loaded[name].documents.first_with(mask_token_id)
+        if used is not None:
+            raise ConfigError(
+                "recipe key",
+                "drafter.mask_token",
+                expected="a token that no text contains",
+                got=f"token {mask_token_id}, which stands in {used.place}",
+                fix="name an unused token with drafter.mask_token",
+            )
+        say(f"{name:<9} {loaded[name].summary()}  ({time.monotonic() - begin:.0f} s)")
+    return loaded
+
+
+def shapes_of(recipe: Recipe, documents: DocumentList, frame: Frame, continued: dict | None = None) -> Shapes:
+    """The buckets for these documents: planned, from a file, or, for a run that goes on, those in its folder.
+
+    Raises: DataError if a file was planned for other documents; ConfigError if a bucket does not fit the GPU's memory or
+    holds no whole block.
+    """
+    wanted, block_size = recipe.shapes, frame.config.block_size
+    lengths, anchors = documents.lengths, documents.num_anchors(wanted.anchor_density)
+    inputs = {"block_size": block_size, "anchor_density": wanted.anchor_density, "window": wanted.window, "rows": wanted.rows}
+    if continued is not None:
+        shapes = Shapes.load(recipe.folder / "shapes.json")
+    elif wanted.plan == "auto":
+        shapes = plan(
+            lengths,
+            anchors,
+            row_length=wanted.row_length,
+            max_buckets=wanted.max_buckets,
+            ids=documents.ids,
+            costs=frame.costs,
+            epochs=recipe.optimizer.epochs,
+            **inputs,
+        )
+    else:
+        shapes = Shapes.load(wanted.plan)
+    shapes.check(lengths, anchors, **inputs)
+    largest = shapes.buckets[0].length
+    if block_size > largest:
+        raise ConfigError(
+            "recipe key",
+            "drafter.block_size",
+            expected=f"at most the largest row, {largest} tokens",
+            got=str(block_size),
+            fix="set drafter.block_size lower, 16 for example, or shapes.row_length higher",
+        )
+    if frame.room_bytes is not None:
+        frame.memory.check_fit(shapes.buckets, frame.room_bytes)
+    return shapes
+
+
+def schedule_of(recipe: Recipe, documents: DocumentList, shapes: Shapes) -> Schedule:
+    """Which rows every update has."""
+    wanted = recipe.optimizer
+    return Schedule(
+        shapes,
+        documents.ids,
+        documents.lengths,
+        documents.num_anchors(recipe.shapes.anchor_density),
+        seed=recipe.run.seed,
+        epochs=wanted.epochs,
+        rows_per_update=wanted.rows_per_update or max(1, round(wanted.tokens_per_update / shapes.buckets[0].length)),
+        max_updates=wanted.max_updates,
+    )
+
+
+def described(recipe: Recipe, shapes: Shapes, schedule: Schedule) -> str:
+    """The plan in one line."""
+    names = ", ".join(bucket.name for bucket in shapes.buckets) + " (tokens/anchors)"
+    if len(shapes.buckets) == 1 < recipe.shapes.max_buckets and recipe.shapes.plan == "auto":
+        names += "; one is best, a second would not pay for itself"
+    return (
+        f"buckets {names}, {schedule.rows_per_update} rows an update, {schedule.num_updates} updates in "
+        f"{recipe.optimizer.epochs} epochs"
+    )
+
+
+def costs_of(skeleton, config: DrafterConfig) -> Costs:
+    """Predicted times, from the sizes of target and drafter. Experts of a target count as if all ran on every token."""
+    hidden, heads = config.hidden_size, config.num_heads * config.head_dim
+    keys_and_values = 2 * hidden * config.num_kv_heads * config.head_dim
+    text, head = skeleton.config.get_text_config(), config.vocab_size * hidden
+    tables = (skeleton.get_input_embeddings(), skeleton.get_output_embeddings())
+    sizes = {id(table.weight): table.weight.numel() for table in tables}
+    layers = sum(parameter.numel() for parameter in skeleton.parameters()) - sum(sizes.values())
+    ran = max(config.target_layer_ids) + 1
+    own_head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return Costs.assumed(
+        Sizes(
+            target=layers * ran // config.num_target_layers,
+            context=len(config.target_layer_ids) * hidden * hidden + config.num_layers * keys_and_values,
+            drafter=config.num_layers * (2 * hidden * heads + keys_and_values + 3 * hidden * config.intermediate_size),
+            head=head,
+            target_width=ran * text.num_attention_heads * own_head_dim,
+            drafter_width=config.num_layers * heads,
+        )
+    )
+
+
+def memory_of(recipe: Recipe, skeleton, config: DrafterConfig, dtype: torch.dtype) -> memory.Sizes:
+    """What the run's memory depends on. With stored features the target is its embedding and head."""
+    stored = bool(recipe.features.path)
+    text = skeleton.config.get_text_config()
+    tables = {id(table.weight): table.weight for table in (skeleton.get_input_embeddings(), skeleton.get_output_embeddings())}
+    with torch.device("meta"):
+        num_parameters = sum(parameter.numel() for parameter in Drafter(config).parameters())
+    return memory.Sizes(
+        drafter=config,
+        num_parameters=num_parameters,
+        target_bytes=dtype.itemsize * sum(p.numel() for p in (tables.values() if stored else skeleton.parameters())),
+        target_intermediate=0 if stored else text.intermediate_size,
+        itemsize=dtype.itemsize,
+        chunk_tokens=recipe.loss.chunk_tokens,
+        checkpointing=recipe.drafter.checkpointing,
+        stored=stored,
+    )
+
+

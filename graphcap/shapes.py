@@ -1,0 +1,225 @@
+"""`graphcap shapes`: the buckets that a run over some documents would capture, how full their rows are, what they cost.
+
+Plans as training plans, so the file it writes is what `shapes.plan = "auto"` would find. With `measure` the costs are those
+of this machine: a few micro steps are captured and timed first. Trains nothing.
+
+Called by cli.py.
+"""
+
+import gc
+import json
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from graphcap.build import configure_drafter, make_drafter, make_step
+from graphcap.config import Recipe
+from graphcap.data.conversations import Documents
+from graphcap.data.costs import PS_PER_MS, PS_PER_S, Costs
+from graphcap.data.forecast import Forecast, forecast
+from graphcap.data.packing import Schedule, choose_anchors
+from graphcap.data.planner import Bucket, Shapes
+from graphcap.data.sample import PLAIN_MARKS, supervised_text
+from graphcap.engine import Engine
+from graphcap.engine.guard import start_compile_workers, use_deterministic_math
+from graphcap.engine.memory import gib
+from graphcap.engine.timing import median_ms, samples
+from graphcap.errors import ConfigError, DataError
+from graphcap.layout import Frame, frame_of, load_data, schedule_of, shapes_of
+from graphcap.model.ends import load_skeleton
+from graphcap.model.loading import device_and_dtype, load_model, load_tokenizer
+from graphcap.model.target import Target
+from graphcap.ops import drawing
+
+SAMPLED_DOCUMENTS = 512  # of which the share of supervised tokens that blocks cover is counted
+TIMED_REPLAYS = 10
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the verb was asked for besides a plan. out, picture: files to write, or "". show: documents to print."""
+
+    out: str = ""
+    picture: str = ""
+    measure: bool = False
+    show: int = 0
+    as_json: bool = False
+
+
+def shapes(recipe: Recipe, wanted: Wanted, say) -> None:
+    """Plan, say what came of it, and write what was asked for. say: called with each line for people.
+
+    Raises: GraphcapError for what the user must mend; nothing is written then.
+    """
+    tell = _silent if wanted.as_json else say
+    device, dtype = device_and_dtype(recipe.run.device, recipe.target.dtype)
+    _check_out(wanted.out)
+    where = {"revision": recipe.target.revision, "trust_remote_code": recipe.target.trust_remote_code}
+    tokenizer, skeleton = load_tokenizer(recipe.target.path, **where), load_skeleton(recipe.target.path, **where)
+    config, _ = configure_drafter(recipe, skeleton, tokenizer)
+    loaded = load_data(recipe, tokenizer, config.mask_token_id, tell, note=_silent)["train"]
+    frame = frame_of(recipe, skeleton, config, device=device, dtype=dtype)
+    planned = shapes_of(recipe, loaded.documents, frame)
+    if wanted.measure:
+        frame = replace(frame, costs=measured_costs(recipe, frame, planned.buckets[0], device=device, dtype=dtype, say=tell))
+        planned = shapes_of(recipe, loaded.documents, frame)
+    schedule = schedule_of(recipe, loaded.documents, planned)
+    told = report(recipe, loaded, frame, schedule)
+    if wanted.as_json:
+        say(json.dumps(told | {"shapes": json.loads(planned.to_json())}))
+    else:
+        for line in (*lines(told), "", *drawn(loaded, told)):
+            say(line)
+    for document in loaded.documents[: wanted.show]:
+        tell(f"\nsupervised in {document.place}, between the marks:\n{supervised_text(document, tokenizer, marks=PLAIN_MARKS)}\n")
+    if wanted.picture:
+        drawing.picture(wanted.picture, loaded.documents.lengths, marks(told))
+    if wanted.out:
+        Path(wanted.out).parent.mkdir(parents=True, exist_ok=True)
+        planned.save(wanted.out)
+        tell(f'written   {wanted.out}; a recipe uses it with shapes.plan = "{wanted.out}"')
+
+
+def measured_costs(recipe: Recipe, frame: Frame, largest: Bucket, *, device, dtype, say) -> Costs:
+    """The costs of micro steps on this machine, fitted to a few of them, target included. largest: of a plan without them."""
+    use_deterministic_math()
+    if device.type == "cuda":
+        start_compile_workers()
+    where = {"revision": recipe.target.revision, "trust_remote_code": recipe.target.trust_remote_code}
+    target = Target(load_model(recipe.target.path, dtype=dtype, device=device, **where), frame.config.target_layer_ids)
+    step = make_step(recipe, target, make_drafter(recipe, frame.config), num_updates=1)
+    engine = Engine(step, trial_buckets(largest, frame.config.block_size))
+    engine.prepare(eager=False, say=say)
+    found = samples(engine, times=TIMED_REPLAYS)
+    update_ms = median_ms(engine.update, TIMED_REPLAYS, device)
+    costs = Costs.fit(
+        found, block_size=frame.config.block_size, update_ms=update_ms, bucket_s=engine.start_up.total_s / len(engine.slots)
+    )
+    engine.close()
+    for length, num_anchors, pairs, ms in found:
+        predicted = (costs.bucket(length, num_anchors, frame.config.block_size) + costs.pair_ps * pairs) / PS_PER_MS
+        say(f"measured  {length}/{num_anchors}: {ms:.2f} ms a micro step, {predicted / ms - 1:+.1%} as fitted")
+    del engine, step, target
+    gc.collect()
+    return costs
+
+
+def trial_buckets(largest: Bucket, block_size: int) -> tuple[Bucket, ...]:
+    """Buckets that tell tokens, draft tokens and the constant apart: the largest, half its slots, half of both."""
+    half = Bucket(_half(largest.length, 128), _half(largest.num_anchors, 128 // np.gcd(128, block_size)))
+    found = {largest, replace(largest, num_anchors=half.num_anchors), half}
+    return tuple(sorted(found, reverse=True))
+
+
+def _half(number: int, unit: int) -> int:
+    return int(max(unit, -(-number // 2 // unit) * unit))
+
+
+def report(recipe: Recipe, loaded: Documents, frame: Frame, schedule: Schedule) -> dict:
+    """What a plan makes of the documents in its first epoch: numbers by name, times in seconds, memory in bytes."""
+    documents, planned = loaded.documents, schedule.shapes
+    lengths, anchors = documents.lengths, documents.num_anchors(recipe.shapes.anchor_density)
+    found: Forecast = forecast(schedule, lengths, anchors, epoch=0)
+    num_rows = sum(found.rows_of_bucket)
+    return {
+        "documents": len(documents),
+        "dropped": dict(loaded.dropped),
+        "tokens": int(lengths.sum()),
+        "supervised_tokens": int(documents.supervised.sum()),
+        "anchors": int(anchors.sum()),
+        "covered_share": covered_share(recipe, documents, block_size=planned.block_size),
+        "rows": num_rows,
+        "updates": -(-num_rows // schedule.rows_per_update),
+        "rows_per_update": schedule.rows_per_update,
+        "token_fill": found.token_fill,
+        "anchor_fill": found.anchor_fill,
+        "epoch_s": (found.rows_ps + found.updates_ps) / PS_PER_S,
+        "over_bound": found.over,
+        "correlation": found.correlation,
+        "held_bytes": frame.memory.held_bytes(),
+        "needed_bytes": frame.memory.needed_bytes(*planned.buckets),
+        "buckets": [
+            {
+                "length": bucket.length,
+                "num_anchors": bucket.num_anchors,
+                "rows": rows,
+                "micro_step_ms": planned.costs.bucket(bucket.length, bucket.num_anchors, planned.block_size) / PS_PER_MS,
+                "needed_bytes": frame.memory.needed_bytes(bucket),
+            }
+            for bucket, rows in zip(planned.buckets, found.rows_of_bucket, strict=True)
+        ],
+    }
+
+
+def covered_share(recipe: Recipe, documents, *, block_size: int) -> float:
+    """The share of supervised tokens that are a label of some block in the first epoch, counted on a sample."""
+    covered = total = 0
+    for place in np.unique(np.linspace(0, len(documents) - 1, SAMPLED_DOCUMENTS).astype(int)).tolist():
+        document = documents[place]
+        chosen = choose_anchors(document, seed=recipe.run.seed, epoch=0, density=recipe.shapes.anchor_density)
+        labels = np.zeros(len(document.loss_mask) + block_size, dtype=bool)
+        for anchor in chosen.tolist():
+            labels[anchor + 1 : anchor + block_size] = True
+        covered += int((labels[: len(document.loss_mask)] & document.loss_mask).sum())
+        total += int(document.loss_mask.sum())
+    return covered / max(1, total)
+
+
+def lines(told: dict) -> list[str]:
+    """The report as a table for people."""
+    rows, documents = told["rows"], told["documents"]
+    found = [
+        f"documents {documents:,} of {told['tokens']:,} tokens, {told['supervised_tokens']:,} of them supervised",
+        f"rows      {rows:,} an epoch, {documents / rows:.1f} documents each; {told['anchors'] / documents:.1f} anchors a document",
+        f"fill      {told['token_fill']:.1%} of tokens, {told['anchor_fill']:.1%} of anchor slots",
+        f"blocks    cover {told['covered_share']:.1%} of the supervised tokens in an epoch",
+        f"epoch     {told['updates']:,} updates of {told['rows_per_update']} rows, predicted {_duration(told['epoch_s'])}, "
+        f"{told['over_bound']:.1%} more than without any padding",
+        f"memory    {gib(told['needed_bytes'])} predicted, of which {gib(told['held_bytes'])} for target, drafter and optimizer",
+        "",
+        f"{'bucket':>14}{'rows':>12}{'share':>8}{'micro step':>14}{'memory alone':>15}",
+    ]
+    for one in told["buckets"]:
+        name = f"{one['length']}/{one['num_anchors']}"
+        found.append(
+            f"{name:>14}{one['rows']:>12,}{one['rows'] / rows:>8.1%}{one['micro_step_ms']:>11.2f} ms{gib(one['needed_bytes']):>15}"
+        )
+    return found
+
+
+def drawn(loaded: Documents, told: dict) -> list[str]:
+    """The histogram of the documents' lengths, buckets drawn in."""
+    width = min(100, shutil.get_terminal_size().columns)
+    return ["documents by tokens, and the buckets", *drawing.histogram(loaded.documents.lengths, marks(told), width=width)]
+
+
+def marks(told: dict) -> dict[int, list[str]]:
+    """A text for each bucket, by its length."""
+    found: dict[int, list[str]] = {}
+    for one in told["buckets"]:
+        text = f" bucket {one['length']}/{one['num_anchors']}: {one['rows'] / told['rows']:.1%} of the rows"
+        found.setdefault(one["length"], []).append(text)
+    return found
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 60:,.1f} minutes" if seconds >= 90 else f"{seconds:.1f} s"
+
+
+def _check_out(out: str) -> None:
+    """Only a shapes file is written over. Raises: ConfigError naming the path."""
+    if not out or not Path(out).exists():
+        return
+    try:
+        Shapes.load(out)
+    except DataError as error:
+        raise ConfigError(
+            "option", f"--out {out}", expected="a new file, or a shapes file", got="another file", fix="give another path"
+        ) from error
+
+
+def _silent(*_) -> None:
+    """Nobody is told."""
