@@ -7,14 +7,15 @@ Calls: train.py.
 import dataclasses
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from graphcap.config import Recipe
-from graphcap.data.conversations import Document, Documents, load_documents
-from graphcap.data.packing import Schedule, num_anchors_of
+from graphcap.data.conversations import Document, Documents, Means, load_documents
+from graphcap.data.documents import DocumentList
+from graphcap.data.packing import Schedule
 from graphcap.data.planner import Shapes, plan
 from graphcap.engine import Engine
 from graphcap.engine.evaluation import Evaluation, fitting
@@ -51,8 +52,8 @@ class TrainingRun:
     tokenizer: object
     target: Target
     drafter: Drafter
-    documents: dict[int, Document]
-    held_out: list[Document]
+    documents: Mapping[int, Document]
+    held_out: DocumentList
     evaluation: Evaluation
     shapes: Shapes
     schedule: Schedule
@@ -98,7 +99,7 @@ def build(recipe: Recipe, *, continued: dict | None, say, recorder: Recorder) ->
     if device.type == "cuda" and (warning := untested(torch.__version__)):
         say(f"versions  {warning}")
     recorder.note("load data")
-    loaded = _load_data(recipe, tokenizer, drafter_config.mask_token_id, say)
+    loaded = _load_data(recipe, tokenizer, drafter_config.mask_token_id, say, note=recorder.note)
     documents, held_out = loaded["train"].documents, loaded["held_out"].documents
     shapes, schedule = _plan(recipe, documents, drafter_config.block_size, continued, say)
     evaluation = Evaluation(fitting(held_out, shapes.buckets, count=recipe.eval.documents), shapes.buckets)
@@ -120,7 +121,7 @@ def build(recipe: Recipe, *, continued: dict | None, say, recorder: Recorder) ->
         tokenizer=tokenizer,
         target=target,
         drafter=drafter,
-        documents={document.id: document for document in documents},
+        documents=documents.by_id(),
         held_out=held_out,
         evaluation=evaluation,
         shapes=shapes,
@@ -278,19 +279,30 @@ def _millions(module) -> str:
     return f"{sum(p.numel() for p in module.parameters()) / 1e6:.2f}"
 
 
-def _load_data(recipe: Recipe, tokenizer, mask_token_id: int, say) -> dict[str, Documents]:
-    """The documents of `train` and of `held_out`."""
+MOST_TEXT_WORKERS = 16  # processes that tokenise; each takes about 120 MB
+
+
+def _load_data(recipe: Recipe, tokenizer, mask_token_id: int, say, *, note) -> dict[str, Documents]:
+    """The documents of `train` and of `held_out`. note: of the recorder; a long load is not silent."""
     loaded = {}
+    cache = {"auto": caches.documents_folder(), "": None}.get(recipe.data.cache, Path(recipe.data.cache))
     for name in ("train", "held_out"):
         begin = time.monotonic()
+
+        def told(line: str, name: str = name) -> None:
+            note("load data")
+            say(f"{name:<9} {line}")
+
+        workers = min(len(os.sched_getaffinity(0)), MOST_TEXT_WORKERS)
         loaded[name] = load_documents(
             getattr(recipe.data, name),
             tokenizer,
             max_length=recipe.data.max_length,
             on_long=recipe.data.on_long,
             on_bad_line=recipe.data.on_bad_line,
+            means=Means(cache, workers, told),
         )
-        used = next((d for d in loaded[name].documents if mask_token_id in d.token_ids), None)
+        used = loaded[name].documents.first_with(mask_token_id)
         if used is not None:
             raise ConfigError(
                 "recipe key",
@@ -303,12 +315,10 @@ def _load_data(recipe: Recipe, tokenizer, mask_token_id: int, say) -> dict[str, 
     return loaded
 
 
-def _plan(recipe: Recipe, documents: list[Document], block_size: int, continued: dict | None, say) -> tuple[Shapes, Schedule]:
+def _plan(recipe: Recipe, documents: DocumentList, block_size: int, continued: dict | None, say) -> tuple[Shapes, Schedule]:
     """Buckets for these documents, and which rows every update has. A continued run keeps the plan in its folder."""
     wanted = recipe.shapes
-    lengths = np.array([len(document.token_ids) for document in documents])
-    ids = [document.id for document in documents]
-    anchors = np.array([num_anchors_of(document.loss_mask, density=wanted.anchor_density) for document in documents])
+    ids, lengths, anchors = documents.ids, documents.lengths, documents.num_anchors(wanted.anchor_density)
     if continued is not None:
         shapes = Shapes.load(recipe.folder / "shapes.json")
     elif wanted.plan == "auto":

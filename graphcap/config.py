@@ -69,7 +69,9 @@ class Target:
 @dataclass(frozen=True, kw_only=True)
 class Data:
     train: tuple[str, ...] = key(
-        (), "conversations to train on: .jsonl, .jsonl.gz, .parquet, hf:OWNER/NAME[:SPLIT] (required)", resume="same"
+        (),
+        "conversations to train on: .jsonl, .jsonl.gz, .parquet, hf:OWNER/NAME[:SPLIT], a prepared folder (required)",
+        resume="same",
     )
     held_out: tuple[str, ...] = key((), "conversations never trained on, in the same forms (required)", resume="same")
     max_length: int = key(4096, "longest document", unit="tokens", resume="same", low=2)
@@ -81,6 +83,9 @@ class Data:
     )
     on_bad_line: str = key(
         "error", "a line or row that cannot be used: stop, or skip and count it", resume="same", choices=("error", "skip")
+    )
+    cache: str = key(
+        "auto", "folder that keeps the tokens of large texts; auto: the user's cache folder; empty: none", resume="free"
     )
 
 

@@ -1,6 +1,7 @@
 """Text → documents → rows of a bucket → arrays. Imports errors only, of graphcap; loads no torch at import time."""
 
-from graphcap.data.conversations import Document, Documents, Origin, load_documents, prompt_of, read_conversations
+from graphcap.data.conversations import Documents, Means, Origin, load_documents, prompt_of, read_conversations
+from graphcap.data.documents import Document, DocumentList, DocumentsById
 from graphcap.data.forms import Conversation
 from graphcap.data.loader import RowArrays, arrange, arrange_with
 from graphcap.data.packing import Row, Schedule, Update, anchor_candidates, choose_anchors, num_anchors_of
@@ -12,7 +13,10 @@ __all__ = [
     "Bucket",
     "Conversation",
     "Document",
+    "DocumentList",
     "Documents",
+    "DocumentsById",
+    "Means",
     "Origin",
     "PLAIN_MARKS",
     "Row",

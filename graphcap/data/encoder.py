@@ -91,15 +91,16 @@ class Encoder:
             else:
                 words += _WORD.findall(part)
         known = self._words
-        try:
-            packed = b"".join([known[word] for word in words])
-        except KeyError:
-            found = self._encoded({word for word in words if word not in known})
-            packed = b"".join([found[word] if word in found else known[word] for word in words])
+        parts = list(map(known.get, words))
+        if None in parts:
+            new = [place for place, part in enumerate(parts) if part is None]
+            found = self._encoded({words[place] for place in new})
+            for place in new:
+                parts[place] = found[words[place]]
             if len(known) > _MOST_KEPT:
                 known.clear()
             known.update((word, ids) for word, ids in found.items() if len(word) <= _LONGEST_KEPT)
-        ids = np.frombuffer(packed, np.int32)
+        ids = np.frombuffer(b"".join(parts), np.int32)
         placed = not self._unplaced or self._unplaced.isdisjoint(words)
         return ids, np.cumsum(self._lengths[ids]) if placed else None
 
@@ -114,8 +115,8 @@ class Encoder:
             if ends is not None:
                 behind = np.searchsorted(ends, borders) + 1
                 assert np.array_equal(ends[behind - 1], borders), "a token lies in two words"
-                parts = np.split(np.array(ids, np.int32), behind[:-1])
-                found = {word: part.tobytes() for word, part in zip(joined, parts)}
+                packed, places = np.array(ids, np.int32).tobytes(), [0, *(4 * behind).tolist()]
+                found = {word: packed[start:end] for word, start, end in zip(joined, places, places[1:])}
         alone = [word for word in words if word not in found]
         for word, encoding in zip(alone, encode(alone, add_special_tokens=False) if alone else ()):
             found[word] = np.array(encoding.ids, np.int32).tobytes()

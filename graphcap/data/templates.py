@@ -49,8 +49,9 @@ def tokenize_conversation(
     """Token ids (int32 [n]) and loss mask (bool [n]) of a chat; `messages` is not empty.
 
     tools: JSON schemas for the template, or None. A message may lack content where it has tool calls or reasoning.
-    encoder: the tokenizer's, to be handed on from chat to chat, since it remembers words. The ids equal `tokenizer.apply_chat_template(messages, tokenize=True)`: nothing is prepended, so there is exactly
-    the BOS that the template prints. The mask may be all zeros; the caller says what happens then.
+    encoder: the tokenizer's, to be handed on from chat to chat, since it remembers words. The ids equal
+    `tokenizer.apply_chat_template(messages, tokenize=True)`: nothing is prepended, so there is exactly the BOS that the
+    template prints. The mask may be all zeros; the caller says what happens then.
     Raises: DataError if the tokenizer has no template; BadConversation if the template refuses the chat or rewrites
     earlier turns, naming the turn.
     """
