@@ -13,10 +13,11 @@ from pathlib import Path
 import torch
 
 from graphcap.config import Recipe
-from graphcap.data.conversations import Document, Documents, Means, load_documents
-from graphcap.data.documents import DocumentList
+from graphcap.data.conversations import Documents, load_documents
+from graphcap.data.documents import Document, DocumentList
 from graphcap.data.packing import Schedule
 from graphcap.data.planner import Shapes, plan
+from graphcap.data.reading import Means
 from graphcap.engine import Engine
 from graphcap.engine.evaluation import Evaluation, fitting
 from graphcap.engine.guard import start_compile_workers, torchs_cache_folder, use_deterministic_math

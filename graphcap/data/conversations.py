@@ -1,16 +1,14 @@
 """Files of conversations → documents: token ids and a loss mask, with everything dropped counted by reason.
 
 Which files are read is folders.py's and sources.py's, what a row means forms.py's, the chat template templates.py's, what
-becomes of a row tokenising.py's. This file brings them together: in order, in as many processes as are worth it, from
-the documents kept by an earlier run where they are the same. Knows nothing of rows and buckets. Called by train, eval
-and shapes.
+becomes of a row tokenising.py's, in which order and by how many processes reading.py's. This file brings them together,
+and takes the documents that an earlier run kept where they are the same. Knows nothing of rows and buckets. Called by
+train, eval and shapes.
 """
 
-import contextlib
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,29 +19,12 @@ from graphcap.data.documents import Columns, DocumentList
 from graphcap.data.documents import Document as Document
 from graphcap.data.encoder import Encoder
 from graphcap.data.folders import open_path
-from graphcap.data.forms import Conversation, conversation_of, form_of
-from graphcap.data.sources import BadLine, Row, Source, place, short
+from graphcap.data.forms import Conversation, conversation_of
+from graphcap.data.reading import Means, Reading, read, rows_of
+from graphcap.data.sources import BadLine, Source, place, short
 from graphcap.data.templates import BadConversation, tokenize_prompt
-from graphcap.data.tokenising import Rules, Tokenised, Tokeniser, placed, tokenized
-from graphcap.data.workers import Workers
+from graphcap.data.tokenising import Rules, placed, tokenized
 from graphcap.errors import DataError
-
-_BATCH_ROWS = 64  # tokenised by one process at a time
-_ALONE_TOKENS = 2_000_000  # that this process makes, in seconds, before it starts others
-_AHEAD = 3  # batches on their way for each of them
-_SAY_EVERY_S = 30.0
-
-
-@dataclass(frozen=True)
-class Means:
-    """With what texts are read. cache: folder of kept documents, or None. num_workers: processes for large texts.
-
-    say: called with a line for people, every half minute while it takes long. Results do not depend on any of these.
-    """
-
-    cache: Path | None
-    num_workers: int
-    say: Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -120,7 +101,7 @@ def read_conversations(paths: Iterable[str | Path], *, on_bad_line: str, dropped
     """
     assert on_bad_line in ("error", "skip"), on_bad_line
     for path in _listed(paths):
-        for entry, form in _rows(open_path(path), []):
+        for entry, form in rows_of(open_path(path), []):
             try:
                 if isinstance(entry, BadLine):
                     raise entry
@@ -170,8 +151,9 @@ def load_documents(
     key = tokencache.key_of(sources, tokenizer, rules) if means.cache else None
     if key is None:
         columns = Columns(None, np.int32)
-        reading = _read(sources, tokenizer, rules, means, columns)
-        return reading.result(columns.documents(names), sources)
+        reading = read(sources, tokenizer, rules, means, columns)
+        _check_left(reading, sources, rules)
+        return _result(reading, columns.documents(names), sources)
     with tokencache.alone(means.cache, key, means.say):
         if (found := tokencache.find(means.cache, key, names, means.say)) is not None:
             documents, index = found
@@ -179,7 +161,7 @@ def load_documents(
                 f"{len(documents):,} documents of {_age(time.time() - index['made'])} ago are used again, from "
                 f"{means.cache / key.name}"
             )
-            return Reading.restored(index).result(documents, sources)
+            return _result(Reading.restored(index), documents, sources)
         return _made(sources, tokenizer, rules, means, key)
 
 
@@ -189,7 +171,8 @@ def _made(sources: list[Source], tokenizer, rules: Rules, means: Means, key: tok
     marks = [_mark(source) for source in sources]
     making = tokencache.Making(means.cache, key)
     try:
-        reading = _read(sources, tokenizer, rules, means, making.columns)
+        reading = read(sources, tokenizer, rules, means, making.columns)
+        _check_left(reading, sources, rules)
         for source, mark in zip(sources, marks):
             if _mark(source) != mark:
                 raise DataError(
@@ -207,7 +190,7 @@ def _made(sources: list[Source], tokenizer, rules: Rules, means: Means, key: tok
         making.discard()
         raise
     means.say(f"{len(documents):,} documents are kept for the next run, in {means.cache / key.name}")
-    return reading.result(documents, sources)
+    return _result(reading, documents, sources)
 
 
 def _mark(source: Source) -> list[tuple[int, int]]:
@@ -215,136 +198,29 @@ def _mark(source: Source) -> list[tuple[int, int]]:
     return [(file.stat().st_size, file.stat().st_mtime_ns) for file in source.files if file.exists()]
 
 
-@dataclass
-class Reading:
-    """What has been read so far, but for the documents themselves. first_places: reason → number of the source, and line."""
-
-    num_usable: int = 0
-    num_kept: int = 0
-    num_tokens: int = 0
-    num_truncated: int = 0
-    dropped: Counter = field(default_factory=Counter)
-    first_places: dict[str, list[int]] = field(default_factory=dict)
-    forms: list[str] = field(default_factory=list)
-
-    def take(self, number: int, batch: Tokenised, columns: Columns) -> None:
-        """Add the next batch, which is of source `number`. Raises: the batch's error, behind what stood before it."""
-        batch.documents.numbers["id"] += self.num_usable
-        batch.documents.numbers["source"] = number
-        columns.append(batch.documents)
-        self.num_usable += batch.num_usable
-        self.num_kept += len(batch.documents.numbers)
-        self.num_tokens += len(batch.documents.token_ids)
-        self.num_truncated += batch.num_truncated
-        for reason, line in batch.dropped:
-            self.dropped[reason] += 1
-            self.first_places.setdefault(reason, [number, line])
-        if batch.error is not None:
-            raise batch.error
-
-    def index(self) -> dict:
-        """As JSON."""
-        names = ("num_usable", "num_kept", "num_tokens", "num_truncated", "first_places", "forms")
-        return {name: getattr(self, name) for name in names} | {"dropped": dict(self.dropped)}
-
-    @classmethod
-    def restored(cls, index: dict) -> "Reading":
-        """From what `index` gave."""
-        names = ("num_usable", "num_kept", "num_tokens", "num_truncated", "first_places", "forms")
-        return cls(**{name: index[name] for name in names}, dropped=Counter(index["dropped"]))
-
-    def result(self, documents: DocumentList, sources: list[Source]) -> Documents:
-        """The documents with what is known of their reading."""
-        first = {reason: place(short(sources[number].name), line) for reason, (number, line) in self.first_places.items()}
-        origins = tuple(Origin(one.path, form, one.revision, one.kind) for one, form in zip(sources, self.forms))
-        num_read = self.num_kept + sum(self.dropped.values())
-        return Documents(documents, dict(self.dropped), num_read, first, self.num_truncated, origins)
+def _result(reading: Reading, documents: DocumentList, sources: list[Source]) -> Documents:
+    """The documents with what is known of their reading."""
+    first = {reason: place(short(sources[number].name), line) for reason, (number, line) in reading.first_places.items()}
+    origins = tuple(Origin(one.path, form, one.revision, one.kind) for one, form in zip(sources, reading.forms))
+    num_read = reading.num_kept + sum(reading.dropped.values())
+    return Documents(documents, dict(reading.dropped), num_read, first, reading.num_truncated, origins)
 
 
-def _read(sources: list[Source], tokenizer, rules: Rules, means: Means, columns: Columns) -> Reading:
-    """Tokenise every row into the columns, in order; in other processes once it proves to be much."""
-    reading, told = Reading(), _Told(sources, means.say)
-    tokeniser, workers = Tokeniser(tokenizer, rules), None
-    ahead: deque[tuple[int, Future[Tokenised]]] = deque()
-    with contextlib.ExitStack() as ending:
-        for number, form, entries in _batches(sources, reading.forms):
-            if workers is None and reading.num_tokens >= _ALONE_TOKENS and means.num_workers > 1:
-                workers = Workers(tokenizer, rules, count=means.num_workers)
-                ending.callback(workers.close)
-            if workers is None:
-                reading.take(number, tokeniser.tokenise(entries, form), columns)
-            else:
-                ahead.append((number, workers.submit(entries, form)))
-                if len(ahead) > _AHEAD * workers.count:
-                    number, batch = ahead.popleft()
-                    reading.take(number, batch.result(), columns)
-            told.now(reading)
-        for number, batch in ahead:
-            reading.take(number, batch.result(), columns)
+def _check_left(reading: Reading, sources: list[Source], rules: Rules) -> None:
+    """Raises: DataError if no document is left."""
     if not reading.num_kept:
         raise DataError(
             "data",
             ", ".join(source.path for source in sources),
             expected="at least one document with something to learn from",
             got=f"0 supervised tokens within max_length = {rules.max_length}",
-            cause=reading.result((), sources).summary(),
+            cause=_result(reading, (), sources).summary(),
             fix="mend the conversations, or raise data.max_length if the answers stand behind it",
         )
-    return reading
-
-
-def _batches(sources: list[Source], forms: list[str]) -> Iterator[tuple[int, str, list[Row | DataError]]]:
-    """Number of the source, its form, and its next rows. What ends the reading is the last entry, behind the rows before it."""
-    for number, source in enumerate(sources):
-        form, entries = "", []
-        try:
-            for entry, form in _rows(source, forms):
-                entries.append(entry)
-                if len(entries) == _BATCH_ROWS:
-                    yield number, form, entries
-                    entries = []
-        except DataError as error:
-            entries.append(error)
-        if entries:
-            yield number, form, entries
-
-
-def _rows(source: Source, forms: list[str]) -> Iterator[tuple[Row | BadLine, str]]:
-    """Every row, or the error that says why it is none, with the form of its file so far. Appends the form to `forms`."""
-    form = ""
-    for row in source.rows:
-        if isinstance(row, Row):
-            try:
-                form = form or form_of(row)
-            except BadLine as error:
-                row = error
-        yield row, form
-    forms.append(form)
 
 
 def _listed(paths: Iterable[str | Path]) -> list[str | Path]:
     return [paths] if isinstance(paths, (str, Path)) else list(paths)
-
-
-class _Told:
-    """Says every half minute how far the reading has come."""
-
-    def __init__(self, sources: list[Source], say: Callable[[str], None]) -> None:
-        self._sources, self._say = sources, say
-        sizes = [source.size_bytes() for source in sources if source.name.endswith(".jsonl")]
-        self._total_bytes = sum(sizes) if len(sizes) == len(sources) and None not in sizes else 0  # of others it is a guess
-        self._begin = self._last = time.monotonic()
-
-    def now(self, reading: Reading) -> None:
-        """Say it, if it is time."""
-        now = time.monotonic()
-        if now - self._last < _SAY_EVERY_S:
-            return
-        self._last = now
-        done_bytes = sum(source.meter.num_bytes for source in self._sources)
-        share = f" ({done_bytes / self._total_bytes:.0%} of {self._total_bytes / 1e9:.2f})" if self._total_bytes else ""
-        rate = done_bytes / 1e6 / (now - self._begin)
-        self._say(f"tokenising: {done_bytes / 1e9:.2f} GB{share}, {rate:.1f} MB/s, {reading.num_kept:,} documents")
 
 
 def _age(seconds: float) -> str:

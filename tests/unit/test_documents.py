@@ -16,10 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from graphcap.data import conversations, documents, tokencache, workers
-from graphcap.data.conversations import Means, load_documents
+from graphcap.data import conversations, documents, reading, tokencache, workers
+from graphcap.data.conversations import load_documents
 from graphcap.data.documents import DocumentList
 from graphcap.data.packing import num_anchors_of
+from graphcap.data.reading import Means
 from graphcap.errors import DataError, GraphcapError
 from graphcap.model.loading import load_tokenizer
 
@@ -47,7 +48,9 @@ def mixed(path: Path, draw: random.Random, *, num_rows: int = 300) -> str:
             answer = {"role": "assistant", "content": "word " * 900}
             chat = json.dumps({"messages": [{"role": "user", "content": "?"}, answer]})
         silent = json.dumps({"messages": [{"role": "user", "content": "nothing"}]})
-        lines.append({"good": chat, "long": chat, "silent": silent, "broken": chat[:-9], "blank": " ", "form": '{"a": 1}'}[kind])
+        lines.append(
+            {"good": chat, "long": chat, "silent": silent, "broken": chat[:-9], "blank": " ", "form": '{"a": 1}'}[kind]
+        )
     data = "\n".join([json.dumps(CHATS[0]), *lines, ""]).encode()
     path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
     return str(path)
@@ -103,18 +106,20 @@ def test_a_column_longer_than_memory_allows_lies_in_a_file_that_no_one_sees(tmp_
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
-def test_processes_and_kept_sets_give_the_same_documents(tmp_path, tokenizer, monkeypatch, kept_from_the_first_byte, num_workers):
+def test_processes_and_kept_sets_give_the_same_documents(
+    tmp_path, tokenizer, monkeypatch, kept_from_the_first_byte, num_workers
+):
     seed = secrets.randbits(32)
     draw = random.Random(seed)
     paths = [mixed(tmp_path / "a.jsonl", draw), mixed(tmp_path / "b.jsonl.gz", draw)]
     expected = facts(load(paths, tokenizer))
-    monkeypatch.setattr(conversations, "_ALONE_TOKENS", 100)
-    monkeypatch.setattr(conversations, "_BATCH_ROWS", 7)
+    monkeypatch.setattr(reading, "_ALONE_TOKENS", 100)
+    monkeypatch.setattr(reading, "_BATCH_ROWS", 7)
     said = []
     means = Means(tmp_path / "cache", num_workers, said.append)
     assert facts(load(paths, tokenizer, means)) == expected, f"seed {seed}"
     assert len(said) == 1 and "are kept for the next run" in said[0]
-    monkeypatch.setattr(conversations, "_read", None)  # nothing is read again
+    monkeypatch.setattr(conversations, "read", None)  # nothing is read again
     again = load(paths, tokenizer, means)
     assert facts(again) == expected and "used again" in said[1] and isinstance(again.documents._token_ids, np.memmap)
     assert again.documents._token_ids.dtype == np.uint16
@@ -135,8 +140,8 @@ def test_an_error_in_a_process_is_the_one_a_single_process_raises_first(tmp_path
         with pytest.raises(DataError) as alone:
             load([file], tokenizer, on_bad_line=rule)
         with monkeypatch.context() as patch:
-            patch.setattr(conversations, "_ALONE_TOKENS", 1)
-            patch.setattr(conversations, "_BATCH_ROWS", 8)
+            patch.setattr(reading, "_ALONE_TOKENS", 1)
+            patch.setattr(reading, "_BATCH_ROWS", 8)
             with pytest.raises(DataError) as spread:
                 load([file], tokenizer, Means(None, 2, print), on_bad_line=rule)
         assert str(spread.value) == str(alone.value) and type(spread.value) is type(alone.value)
@@ -144,7 +149,7 @@ def test_an_error_in_a_process_is_the_one_a_single_process_raises_first(tmp_path
 
 def test_a_process_that_is_killed_is_an_error_with_its_signal(tmp_path, tokenizer, monkeypatch):
     path = mixed(tmp_path / "a.jsonl", random.Random(3))
-    monkeypatch.setattr(conversations, "_ALONE_TOKENS", 1)
+    monkeypatch.setattr(reading, "_ALONE_TOKENS", 1)
     started, ask = [], workers._Worker.ask
 
     def killed_at_the_third(self, message):
@@ -235,9 +240,9 @@ def test_what_was_not_finished_is_never_found(tmp_path, tokenizer, monkeypatch, 
         grown.write_bytes(grown.read_bytes() + b"\n")
         return read(*args)
 
-    read = conversations._read
+    read = conversations.read
     with monkeypatch.context() as patch:
-        patch.setattr(conversations, "_read", growing)
+        patch.setattr(conversations, "read", growing)
         grown.write_bytes(grown.read_bytes() + b"\n")
         with pytest.raises(DataError, match="stays as it is while it is read"):
             load([path], tokenizer, means)

@@ -23,8 +23,48 @@ CORPUS = [
 ]
 MERGED = ["path/to/file.py snake_case " * 40]
 PIECES = [
-    *("don't", "'s", "'", "it'S", "’s", "word", "Words", "x", "ZZ", "12", "2026", "_", "-", "...", ". ", ", ", '"', "(", ")", "/"),
-    *(" ", "  ", "\n", "\n\n", "\r\n", "\t", " \n ", "é", "e\u0301", "ß", "日本", "🙂", "👩‍👩‍👧", "слово", "\u00a0", "\u2028", "\x00", "ﬁ"),
+    *(
+        "don't",
+        "'s",
+        "'",
+        "it'S",
+        "’s",
+        "word",
+        "Words",
+        "x",
+        "ZZ",
+        "12",
+        "2026",
+        "_",
+        "-",
+        "...",
+        ". ",
+        ", ",
+        '"',
+        "(",
+        ")",
+        "/",
+    ),
+    *(
+        " ",
+        "  ",
+        "\n",
+        "\n\n",
+        "\r\n",
+        "\t",
+        " \n ",
+        "é",
+        "e\u0301",
+        "ß",
+        "日本",
+        "🙂",
+        "👩‍👩‍👧",
+        "слово",
+        "\u00a0",
+        "\u2028",
+        "\x00",
+        "ﬁ",
+    ),
     *("<|im_start|>", "<|im_end|>", "<|im_", "<|", "|>", "<think>", "<", ">", "im", "start"),
 ]
 
@@ -44,7 +84,9 @@ def make(name: str, *, cut=None, normalizer=None, added=tuple(SPECIAL)) -> PreTr
     raw.decoder = decoders.ByteLevel()
     raw.normalizer = normalizer
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    raw.train_from_iterator(CORPUS + MERGED, trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, show_progress=False))
+    raw.train_from_iterator(
+        CORPUS + MERGED, trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, show_progress=False)
+    )
     raw.add_special_tokens([one if isinstance(one, AddedToken) else AddedToken(one, normalized=False) for one in added])
     return PreTrainedTokenizerFast(tokenizer_object=raw)
 

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from graphcap.data import tokencache
-from graphcap.data.conversations import Means, load_documents
+from graphcap.data.conversations import load_documents
+from graphcap.data.reading import Means
 from graphcap.errors import DataError
 from graphcap.model.loading import load_tokenizer
 
@@ -60,7 +61,12 @@ def speculators(folder: Path, documents, *, num_files: int = 3) -> Path:
         ids = [documents[number].token_ids.astype(np.int64) for number in part]
         masks = [documents[number].loss_mask.astype(np.int64) for number in part]
         arrow_stream(folder / name, {"input_ids": ids, "loss_mask": masks, "seq_len": [len(one) for one in ids]})
-    state = {"_data_files": [{"filename": name} for name in names], "_fingerprint": "x", "_format_type": "torch", "_split": None}
+    state = {
+        "_data_files": [{"filename": name} for name in names],
+        "_fingerprint": "x",
+        "_format_type": "torch",
+        "_split": None,
+    }
     (folder / "state.json").write_text(json.dumps(state))
     (folder / "dataset_info.json").write_text(json.dumps({"features": {}}))
     (folder / "token_freq.pt").write_bytes(b"PK\3\4")
@@ -164,7 +170,9 @@ def test_hidden_states_beside_the_tokens_are_said_not_to_be_read(tmp_path, token
     from safetensors.numpy import save_file
 
     ids = np.arange(9)
-    save_file({"token_ids": ids, "hidden_states": np.zeros((9, 2, 4), np.float32)}, folder / "hidden_states" / "hs_0.safetensors")
+    save_file(
+        {"token_ids": ids, "hidden_states": np.zeros((9, 2, 4), np.float32)}, folder / "hidden_states" / "hs_0.safetensors"
+    )
     with pytest.raises(DataError, match="input_ids and loss_mask, got hidden_states, token_ids.*the one with state.json"):
         load(folder / "hidden_states", tokenizer)
 
