@@ -7,25 +7,26 @@ Calls: train.py, extract.py.
 import dataclasses
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from graphcap.config import Recipe
-from graphcap.data.conversations import Document, Documents, load_documents
-from graphcap.data.costs import Costs, Sizes
-from graphcap.data.packing import Schedule, num_anchors_of
-from graphcap.data.planner import Shapes, plan
+from graphcap.data.documents import Document, DocumentList
+from graphcap.data.features import FeatureStore
+from graphcap.data.packing import Schedule
+from graphcap.data.planner import Shapes
 from graphcap.data.prefetch import RowReader
 from graphcap.engine import Engine
-from graphcap.engine.evaluation import Evaluation, fitting
+from graphcap.engine.evaluation import Evaluation
 from graphcap.engine.guard import start_compile_workers, torchs_cache_folder, use_deterministic_math
 from graphcap.engine.marks import Marks
 from graphcap.engine.offline import StoredStep
 from graphcap.engine.optimizer import ALIGNMENT_BYTES, Hyper
 from graphcap.engine.step import DrafterStep
 from graphcap.errors import CaptureError, ConfigError
+from graphcap.layout import Layout, frame_of, lay_out
 from graphcap.model import blocks
 from graphcap.model.drafter import Drafter, DrafterConfig, tapped_layers
 from graphcap.model.ends import TargetEnds, load_skeleton
@@ -56,8 +57,8 @@ class TrainingRun:
     tokenizer: object
     target: Target | TargetEnds
     drafter: Drafter
-    documents: dict[int, Document]
-    held_out: list[Document]
+    documents: Mapping[int, Document]
+    held_out: DocumentList
     evaluation: Evaluation
     shapes: Shapes
     schedule: Schedule
@@ -68,18 +69,6 @@ class TrainingRun:
     settings: dict[str, str]  # the deterministic settings in force, for env.json
     recorder: Recorder
     position: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """The documents of a run, training's by id, and the rows that it makes of them."""
-
-    documents: dict[int, Document]
-    held_out: list[Document]
-    evaluation: Evaluation
-    shapes: Shapes
-    schedule: Schedule
-    revisions: dict[str, str]
 
 
 def build(recipe: Recipe, *, continued: dict | None, say, recorder: Recorder) -> TrainingRun:
@@ -96,47 +85,30 @@ def build(recipe: Recipe, *, continued: dict | None, say, recorder: Recorder) ->
     _set_threads(recipe, continued, say)
     _check_same_machine(device, dtype, continued)
     recorder.device(_gpu_name() if device.type == "cuda" else "CPU")
-    recorder.note("load target")
-    begin = time.monotonic()
+    recorder.note("load data")
+    if device.type == "cuda" and (warning := untested(torch.__version__)):
+        say(f"versions  {warning}")
     where = {"revision": recipe.target.revision, "trust_remote_code": recipe.target.trust_remote_code}
     if continued is None:
         _check_disk(recipe, load_config(recipe.target.path, **where), dtype)
-    tokenizer = load_tokenizer(recipe.target.path, **where)
-    if recipe.features.path:
-        model = load_skeleton(recipe.target.path, **where)
-    else:
-        model = load_model(recipe.target.path, dtype=dtype, device=device, **where)
-    drafter_config, mask_name = configure_drafter(recipe, model, tokenizer)
-    if recipe.features.path:
-        store, target, identity = open_store(recipe, model, drafter_config, dtype=dtype, device=device, say=say)
-    else:
-        store, target, identity = None, Target(model, drafter_config.target_layer_ids), identity_of(model, recipe.target.path)
+    tokenizer, skeleton = load_tokenizer(recipe.target.path, **where), load_skeleton(recipe.target.path, **where)
+    drafter_config, mask_name = configure_drafter(recipe, skeleton, tokenizer)
+    frame = frame_of(recipe, skeleton, drafter_config, device=device, dtype=dtype)
+    layout = lay_out(recipe, tokenizer, frame, continued, say, note=recorder.note)
+
+    recorder.note("load target")
+    begin = time.monotonic()
+    store, target, identity = _target(recipe, skeleton, drafter_config, layout, device=device, dtype=dtype, say=say)
     _check_same_target(identity, recipe, continued, say)
     taps, place = list(drafter_config.target_layer_ids), f"{dtype_name(dtype)} on {device.type}"
     if store is not None:
         place = f"only embedding and head loaded, {place}"
     say(
-        f"target    {recipe.target.path}: {_millions(model)} M parameters, {place}, layers {taps} tapped, "
+        f"target    {recipe.target.path}: {_millions(skeleton)} M parameters, {place}, layers {taps} tapped, "
         f"MASK is {mask_name}, fingerprint {identity.fingerprint}{_at_commit(identity)}  ({time.monotonic() - begin:.0f} s)"
     )
-
-    if device.type == "cuda" and (warning := untested(torch.__version__)):
-        say(f"versions  {warning}")
-    recorder.note("load data")
-    layout = lay_out(recipe, tokenizer, drafter_config, continued, say, costs=costs_of(model, drafter_config))
-    if store is not None:
-        needed = needed_rows(layout.schedule, layout.evaluation)
-        check_complete(store, missing_of(store, needed, layout.documents, layout.evaluation.documents))
     drafter = make_drafter(recipe, drafter_config)
-    drafter.checkpointing = recipe.drafter.checkpointing
-    gamma = recipe.loss.gamma or blocks.default_gamma(drafter_config.block_size)
-    step = (DrafterStep if store is None else StoredStep)(
-        target,
-        drafter,
-        decay=blocks.decay(drafter_config.block_size, gamma),
-        hyper=_hyper(recipe, layout.schedule.num_updates),
-        chunk_tokens=recipe.loss.chunk_tokens,
-    )
+    step = make_step(recipe, target, drafter, num_updates=layout.schedule.num_updates, stored=store is not None)
     num_layers, block_size = drafter_config.num_layers, drafter_config.block_size
     say(f"drafter   {_millions(drafter)} M parameters, layers: {num_layers}, block: {block_size} tokens")
     return TrainingRun(
@@ -160,18 +132,30 @@ def build(recipe: Recipe, *, continued: dict | None, say, recorder: Recorder) ->
     )
 
 
-def lay_out(recipe: Recipe, tokenizer, drafter_config: DrafterConfig, continued: dict | None, say, *, costs: Costs) -> Layout:
-    """Load the documents and plan their rows. Raises: GraphcapError for documents or a plan that cannot be used."""
-    loaded = _load_data(recipe, tokenizer, drafter_config.mask_token_id, say)
-    documents, held_out = loaded["train"].documents, loaded["held_out"].documents
-    shapes, schedule = _plan(recipe, documents, drafter_config.block_size, continued, say, costs=costs)
-    return Layout(
-        documents={document.id: document for document in documents},
-        held_out=held_out,
-        evaluation=Evaluation(fitting(held_out, shapes.buckets, count=recipe.eval.documents), shapes.buckets),
-        shapes=shapes,
-        schedule=schedule,
-        revisions={origin.path: origin.revision for part in loaded.values() for origin in part.origins if origin.revision},
+def _target(
+    recipe: Recipe, skeleton, config: DrafterConfig, layout: Layout, *, device: torch.device, dtype: torch.dtype, say
+) -> tuple[FeatureStore | None, Target | TargetEnds, Identity]:
+    """The whole target, or the store of its features with its embedding and head; and which target it is."""
+    if not recipe.features.path:
+        where = {"revision": recipe.target.revision, "trust_remote_code": recipe.target.trust_remote_code}
+        model = load_model(recipe.target.path, dtype=dtype, device=device, **where)
+        return None, Target(model, config.target_layer_ids), identity_of(model, recipe.target.path)
+    store, target, identity = open_store(recipe, skeleton, config, dtype=dtype, device=device, say=say)
+    needed = needed_rows(layout.schedule, layout.evaluation)
+    check_complete(store, missing_of(store, needed, layout.documents, layout.evaluation.documents))
+    return store, target, identity
+
+
+def make_step(recipe: Recipe, target: Target | TargetEnds, drafter: Drafter, *, num_updates: int, stored: bool = False):
+    """The step that trains `drafter`. stored: features come from the host, not from the target."""
+    drafter.checkpointing = recipe.drafter.checkpointing
+    block_size = drafter.config.block_size
+    return (StoredStep if stored else DrafterStep)(
+        target,
+        drafter,
+        decay=blocks.decay(block_size, recipe.loss.gamma or blocks.default_gamma(block_size)),
+        hyper=_hyper(recipe, num_updates),
+        chunk_tokens=recipe.loss.chunk_tokens,
     )
 
 
@@ -318,113 +302,3 @@ def _at_commit(identity: Identity) -> str:
 
 def _millions(module) -> str:
     return f"{sum(p.numel() for p in module.parameters()) / 1e6:.2f}"
-
-
-def _load_data(recipe: Recipe, tokenizer, mask_token_id: int, say) -> dict[str, Documents]:
-    """The documents of `train` and of `held_out`."""
-    loaded = {}
-    for name in ("train", "held_out"):
-        begin = time.monotonic()
-        loaded[name] = load_documents(
-            getattr(recipe.data, name),
-            tokenizer,
-            max_length=recipe.data.max_length,
-            on_long=recipe.data.on_long,
-            on_bad_line=recipe.data.on_bad_line,
-        )
-        used = next((d for d in loaded[name].documents if mask_token_id in d.token_ids), None)
-        if used is not None:
-            raise ConfigError(
-                "recipe key",
-                "drafter.mask_token",
-                expected="a token that no text contains",
-                got=f"token {mask_token_id}, which stands in {used.place}",
-                fix="name an unused token with drafter.mask_token",
-            )
-        say(f"{name:<9} {loaded[name].summary()}  ({time.monotonic() - begin:.0f} s)")
-    return loaded
-
-
-def costs_of(model, config: DrafterConfig) -> Costs:
-    """Predicted times, from the sizes of target and drafter. Experts of a target count as if all ran on every token."""
-    hidden, heads = config.hidden_size, config.num_heads * config.head_dim
-    keys_and_values = 2 * hidden * config.num_kv_heads * config.head_dim
-    text, head = model.config.get_text_config(), config.vocab_size * hidden
-    tables = {id(table.weight): table.weight.numel() for table in (model.get_input_embeddings(), model.get_output_embeddings())}
-    layers = sum(parameter.numel() for parameter in model.parameters()) - sum(tables.values())
-    ran = max(config.target_layer_ids) + 1
-    own_head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return Costs.assumed(
-        Sizes(
-            target=layers * ran // config.num_target_layers,
-            context=len(config.target_layer_ids) * hidden * hidden + config.num_layers * keys_and_values,
-            drafter=config.num_layers * (2 * hidden * heads + keys_and_values + 3 * hidden * config.intermediate_size),
-            head=head,
-            target_width=ran * text.num_attention_heads * own_head_dim,
-            drafter_width=config.num_layers * heads,
-        )
-    )
-
-
-def _plan(
-    recipe: Recipe, documents: list[Document], block_size: int, continued: dict | None, say, *, costs: Costs
-) -> tuple[Shapes, Schedule]:
-    """Buckets for these documents, and which rows every update has. A continued run keeps the plan in its folder."""
-    wanted = recipe.shapes
-    lengths = np.array([len(document.token_ids) for document in documents])
-    ids = [document.id for document in documents]
-    anchors = np.array([num_anchors_of(document.loss_mask, density=wanted.anchor_density) for document in documents])
-    if continued is not None:
-        shapes = Shapes.load(recipe.folder / "shapes.json")
-    elif wanted.plan == "auto":
-        shapes = plan(
-            lengths,
-            anchors,
-            block_size=block_size,
-            anchor_density=wanted.anchor_density,
-            row_length=wanted.row_length,
-            max_buckets=wanted.max_buckets,
-            window=wanted.window,
-            ids=ids,
-            rows=wanted.rows,
-            costs=costs,
-            epochs=recipe.optimizer.epochs,
-        )
-    else:
-        shapes = Shapes.load(wanted.plan)
-    shapes.check(
-        lengths,
-        anchors,
-        block_size=block_size,
-        anchor_density=wanted.anchor_density,
-        window=wanted.window,
-        rows=wanted.rows,
-    )
-    largest = shapes.buckets[0].length
-    if block_size > largest:
-        raise ConfigError(
-            "recipe key",
-            "drafter.block_size",
-            expected=f"at most the largest row, {largest} tokens",
-            got=str(block_size),
-            fix="set drafter.block_size lower, 16 for example, or shapes.row_length higher",
-        )
-    rows_per_update = recipe.optimizer.rows_per_update or max(1, round(recipe.optimizer.tokens_per_update / largest))
-    schedule = Schedule(
-        shapes,
-        ids,
-        lengths,
-        anchors,
-        seed=recipe.run.seed,
-        epochs=recipe.optimizer.epochs,
-        rows_per_update=rows_per_update,
-        max_updates=recipe.optimizer.max_updates,
-    )
-    names = ", ".join(bucket.name for bucket in shapes.buckets) + " (tokens/anchors)"
-    if len(shapes.buckets) == 1 < wanted.max_buckets and wanted.plan == "auto":
-        names += "; one is best, a second would not pay for itself"
-    say(
-        f"plan      buckets {names}, {rows_per_update} rows an update, {schedule.num_updates} updates in "
-        f"{recipe.optimizer.epochs} epochs"
-    )
-    return shapes, schedule

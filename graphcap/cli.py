@@ -40,6 +40,14 @@ EXTRACT_EXAMPLE = """example:
 Takes the recipe that training will take. Started again, the same command computes only what the folder lacks."""
 
 
+SHAPES_EXAMPLE = """example:
+  graphcap shapes chats.jsonl --target TARGET-FOLDER --out shapes/chats.json
+  graphcap shapes runs/tiny.toml --show 2
+  graphcap shapes chats.jsonl --target TARGET-FOLDER --measure --rows single --buckets 4
+
+A recipe that is trained on the same documents uses the file with shapes.plan = "shapes/chats.json"."""
+
+
 STATUS_EXAMPLE = """example:
   graphcap status runs/out/tiny
   graphcap status runs/out --json"""
@@ -64,6 +72,7 @@ def parser() -> argparse.ArgumentParser:
     _add_eval(verbs)
     _add_export(verbs)
     _add_extract(verbs)
+    _add_shapes(verbs)
     _add_status(verbs)
     _add_doctor(verbs)
     return top
@@ -143,6 +152,27 @@ def _add_extract(verbs) -> None:
     extract.add_argument("--eager", action="store_true", help="launch the target from Python instead of replaying CUDA graphs")
     extract.add_argument("--check", metavar="FOLDER", help="read every byte of such a folder and say whether it is whole")
     extract.set_defaults(run=_extract, parser=extract)
+
+
+def _add_shapes(verbs) -> None:
+    plan = _verb(
+        verbs, "shapes", "plan the buckets for some documents, and say what they are predicted to cost", SHAPES_EXAMPLE
+    )
+    plan.add_argument(
+        "sources", metavar="RECIPE-or-DATA", nargs="+", help="a recipe, or files of conversations; section.key=value overrides"
+    )
+    plan.add_argument("--target", help="the target's folder or Hub name, where no recipe names it")
+    plan.add_argument("--buckets", type=_positive, metavar="K", help="at most so many; shapes.max_buckets")
+    plan.add_argument("--rows", choices=("packed", "single"), help="several documents a row, or one; shapes.rows")
+    plan.add_argument("--max-length", type=_positive, metavar="L", help="longest document in tokens; data.max_length")
+    plan.add_argument("--measure", action="store_true", help="time a few micro steps here, and plan with what they take")
+    plan.add_argument("--out", metavar="FILE", default="", help="write the shapes file, for example shapes/chats.json")
+    plan.add_argument(
+        "--picture", metavar="FILE", default="", help="draw the lengths with the buckets (pip install matplotlib)"
+    )
+    plan.add_argument("--show", type=_positive, metavar="N", default=0, help="N documents, with what is supervised marked")
+    plan.add_argument("--json", action="store_true", help="print one JSON document instead of lines")
+    plan.set_defaults(run=_shapes, parser=plan)
 
 
 def _add_status(verbs) -> None:
@@ -321,6 +351,25 @@ def _extract(options) -> int:
         _say("whole and sound")
     else:
         extract.extract(recipe, out, continued=None, eager=options.eager, say=_say)
+    return 0
+
+
+def _shapes(options) -> int:
+    from graphcap import config
+
+    recipe = config.load_planned(
+        options.sources,
+        target=options.target,
+        keys={"shapes.max_buckets": options.buckets, "shapes.rows": options.rows, "data.max_length": options.max_length},
+    )
+    from graphcap.ops.progress import quiet_libraries, silence_transformers
+
+    quiet_libraries(None)
+    from graphcap.shapes import Wanted, shapes
+
+    silence_transformers()
+    wanted = Wanted(out=options.out, picture=options.picture, measure=options.measure, show=options.show, as_json=options.json)
+    shapes(recipe, wanted, _say)
     return 0
 
 

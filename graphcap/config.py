@@ -69,7 +69,9 @@ class Target:
 @dataclass(frozen=True, kw_only=True)
 class Data:
     train: tuple[str, ...] = key(
-        (), "conversations to train on: .jsonl, .jsonl.gz, .parquet, hf:OWNER/NAME[:SPLIT] (required)", resume="same"
+        (),
+        "conversations to train on: .jsonl, .jsonl.gz, .parquet, hf:OWNER/NAME[:SPLIT], a prepared folder (required)",
+        resume="same",
     )
     held_out: tuple[str, ...] = key((), "conversations never trained on, in the same forms (required)", resume="same")
     max_length: int = key(4096, "longest document", unit="tokens", resume="same", low=2)
@@ -81,6 +83,9 @@ class Data:
     )
     on_bad_line: str = key(
         "error", "a line or row that cannot be used: stop, or skip and count it", resume="same", choices=("error", "skip")
+    )
+    cache: str = key(
+        "auto", "folder that keeps the tokens of large texts; auto: the user's cache folder; empty: none", resume="free"
     )
 
 
@@ -131,6 +136,13 @@ class Shapes:
     max_buckets: int = key(6, "most buckets a plan may have", unit="buckets", resume="same", low=1)
     rows: str = key("packed", "several documents a row, or one document a row", resume="same", choices=("packed", "single"))
     window: int = key(4096, "documents shuffled and packed together", unit="documents", resume="same", low=1)
+    memory_gib: float = key(
+        0.0,
+        "memory that a plan may take; 0: what is free on the GPU; elsewhere nothing is counted",
+        unit="GiB",
+        resume="free",
+        low=0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,8 +231,8 @@ class Recipe:
         return Path(self.run.out) / self.run.name
 
 
-def load_recipe(path: str | Path, overrides: list[str] = ()) -> Recipe:
-    """Read a recipe file and apply `section.key=value` overrides.
+def load_recipe(path: str | Path, overrides: list[str] = (), *, needed: tuple = ("train", "held_out")) -> Recipe:
+    """Read a recipe file and apply `section.key=value` overrides. needed: as in build_recipe.
 
     Raises: ConfigError naming the key, what was expected, what came and the nearest key.
     """
@@ -236,11 +248,39 @@ def load_recipe(path: str | Path, overrides: list[str] = ()) -> Recipe:
         raise ConfigError(
             "recipe", path, expected="TOML in UTF-8", got=_cut(str(error)), fix="mend that line or the file's rights"
         ) from error
-    return build_recipe(tables, overrides, source=str(path))
+    return build_recipe(tables, overrides, source=str(path), needed=needed)
 
 
-def build_recipe(tables: dict, overrides: list[str] = (), *, source: str) -> Recipe:
-    """Turn parsed TOML and overrides into a checked Recipe. source: the recipe's path; its stem is the default run.name."""
+def load_planned(words: list[str], *, target: str | None, keys: dict[str, object]) -> Recipe:
+    """The recipe that `graphcap shapes` plans for: a recipe file, or files of conversations, and overrides among them.
+
+    words: as on the command line. keys: values by section.key; None: as the recipe has it. Raises: ConfigError.
+    """
+    sections = {field.name for field in dataclasses.fields(Recipe)}
+    overrides = [word for word in words if "=" in word and word.split(".")[0] in sections and not Path(word).exists()]
+    sources = [word for word in words if word not in overrides]
+    overrides += [f"{name}={value}" for name, value in keys.items() if value is not None]
+    if target is not None:
+        overrides.append(f"target.path={target}")
+    recipes = [word for word in sources if word.endswith(".toml")]
+    if recipes and len(sources) > 1:
+        raise ConfigError(
+            "command line",
+            " ".join(sources),
+            expected="one recipe, or files of conversations",
+            got="both or several",
+            fix="give the recipe alone; data.train=FILE overrides its data",
+        )
+    if recipes:
+        return load_recipe(recipes[0], overrides, needed=("train",))
+    return build_recipe({"data": {"train": sources}}, overrides, source="shapes", needed=("train",))
+
+
+def build_recipe(tables: dict, overrides: list[str] = (), *, source: str, needed: tuple = ("train", "held_out")) -> Recipe:
+    """Turn parsed TOML and overrides into a checked Recipe. source: the recipe's path; its stem is the default run.name.
+
+    needed: the keys of [data] that must name something; planning alone needs no held-out conversations.
+    """
     sections = {field.name: field.type for field in dataclasses.fields(Recipe)}
     values: dict[str, dict] = {name: {} for name in sections}
     for name, table in tables.items():
@@ -260,7 +300,7 @@ def build_recipe(tables: dict, overrides: list[str] = (), *, source: str) -> Rec
     recipe = Recipe(**{name: cls(**values[name]) for name, cls in sections.items()})
     if not recipe.run.name:
         recipe = dataclasses.replace(recipe, run=dataclasses.replace(recipe.run, name=Path(source).stem))
-    _check(recipe)
+    _check(recipe, needed)
     return recipe
 
 
@@ -356,7 +396,7 @@ def _scalar(text: str, kind: type, field: dataclasses.Field, where: str):
         raise _wrong(where, field, text) from error
 
 
-def _check(recipe: Recipe) -> None:
+def _check(recipe: Recipe, needed: tuple) -> None:
     """Values against their bounds and against each other."""
     for section in dataclasses.fields(recipe):
         for field in dataclasses.fields(section.type):
@@ -398,7 +438,7 @@ def _check(recipe: Recipe) -> None:
                     got=_shown(value),
                     fix=f"set {where} ({meta['doc']})",
                 )
-    _check_together(recipe)
+    _check_together(recipe, needed)
 
 
 def _is_text(text: str) -> bool:
@@ -406,8 +446,8 @@ def _is_text(text: str) -> bool:
     return "\0" not in text and not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
-def _check_together(recipe: Recipe) -> None:
-    for name in ("train", "held_out"):
+def _check_together(recipe: Recipe, needed: tuple) -> None:
+    for name in needed:
         if not getattr(recipe.data, name):
             raise ConfigError(
                 "recipe key",

@@ -35,10 +35,20 @@ class GraphcapError(Exception):
             f"{thing} '{name}': expected {expected}, got {got}{because}. Fix: {fix}{'' if fix.endswith('?') else '.'}"
         )
 
+    def __reduce__(self):
+        """Errors travel between processes: their parts are keywords, which pickle does not know how to give again."""
+        return _restored, (type(self), self.args, self.__dict__)
+
     @property
     def told(self) -> str:
         """The message and what was noted on it."""
         return "\n".join([str(self), *getattr(self, "__notes__", [])])
+
+
+def _restored(kind: type, args: tuple, parts: dict) -> GraphcapError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(parts)
+    return error
 
 
 class UserError(GraphcapError, ValueError):

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from graphcap.build import configure_drafter, costs_of, lay_out
+from graphcap.build import configure_drafter
 from graphcap.config import Recipe
 from graphcap.data.features import INDEX, FeatureStore, Kind, needed_bytes
 from graphcap.data.loader import arrange_with
@@ -26,6 +26,7 @@ from graphcap.engine import Engine
 from graphcap.engine.guard import start_compile_workers, torchs_cache_folder, use_deterministic_math
 from graphcap.engine.offline import FeatureStep
 from graphcap.errors import closing
+from graphcap.layout import frame_of, lay_out
 from graphcap.model.ends import TargetFiles, check_identity, load_skeleton
 from graphcap.model.identity import Identity, identity_of
 from graphcap.model.loading import device_and_dtype, dtype_name, load_model, load_tokenizer
@@ -72,7 +73,8 @@ def extract(recipe: Recipe, out: str, *, continued: dict | None, eager: bool, sa
     tokenizer = load_tokenizer(recipe.target.path, **where)
     skeleton = load_skeleton(recipe.target.path, **where)
     config, _ = configure_drafter(recipe, skeleton, tokenizer)
-    layout = lay_out(recipe, tokenizer, config, continued, say, costs=costs_of(skeleton, config))
+    frame = frame_of(recipe, skeleton, config, device=device, dtype=dtype)
+    layout = lay_out(recipe, tokenizer, frame, continued, say, note=_phases(note))
     folder = FeatureFolder(Path(out))
     with closing(folder):
         for line in folder.reopen():
@@ -101,6 +103,11 @@ def extract(recipe: Recipe, out: str, *, continued: dict | None, eager: bool, sa
         del target
         gc.collect()  # a target and its hooks hold each other, and training in this process may need the memory
     say(f"extracted {work.num_documents:,} documents to {out}")
+
+
+def _phases(note):
+    """`note` for phases that launch nothing."""
+    return lambda phase: note(phase, bucket="") if note is not None else None
 
 
 def _check_room(work: Work, kind: Kind, folder: Path, shard_bytes: int, say) -> None:

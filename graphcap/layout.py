@@ -51,7 +51,7 @@ class Frame:
 
 
 def frame_of(recipe: Recipe, skeleton, config: DrafterConfig, *, device: torch.device, dtype: torch.dtype) -> Frame:
-    """skeleton: of the target, from model/ends.load_skeleton. device: where the run computes; on a GPU its free memory counts."""
+    """skeleton: from model/ends.load_skeleton. device: where the run computes; on a GPU its free memory counts."""
     room = round(recipe.shapes.memory_gib * 2**30) or None
     if room is None and device.type == "cuda":
         room = torch.cuda.mem_get_info(device)[0] - memory.LEFT_FREE_BYTES
@@ -78,13 +78,13 @@ def lay_out(recipe: Recipe, tokenizer, frame: Frame, continued: dict | None, say
     )
 
 
-def load_data(recipe: Recipe, tokenizer, mask_token_id: int, say, *, note) -> dict[str, Documents]:
-    """The documents of `train` and, where the recipe names any, of `held_out`. Raises: DataError, ConfigError."""
+def load_data(
+    recipe: Recipe, tokenizer, mask_token_id: int, say, *, note, names: tuple[str, ...] = ("train", "held_out")
+) -> dict[str, Documents]:
+    """The documents of these keys of [data]. Raises: DataError, ConfigError."""
     loaded = {}
     cache = {"auto": caches.documents_folder(), "": None}.get(recipe.data.cache, Path(recipe.data.cache))
-    for name in ("train", "held_out"):
-        if not getattr(recipe.data, name):
-            continue
+    for name in names:
         begin = time.monotonic()
 
         def told(line: str, name: str = name) -> None:
@@ -217,5 +217,3 @@ def memory_of(recipe: Recipe, skeleton, config: DrafterConfig, dtype: torch.dtyp
         checkpointing=recipe.drafter.checkpointing,
         stored=stored,
     )
-
-

@@ -4,6 +4,7 @@ Calls: cli.py.
 """
 
 import dataclasses
+import itertools
 import sys
 import tempfile
 import time
@@ -37,7 +38,7 @@ def preview(recipe: Recipe, *, show: int, say) -> None:
         run = build(recipe, continued=None, say=say, recorder=recorder)
         for line in (*_memory(run), *_disk(run), *_time(run)):
             say(line)
-    for document in list(run.documents.values())[:show]:
+    for document in itertools.islice(run.documents.values(), show):
         say(f"\nsupervised in {document.place}, between the marks:\n{_marked(document, run.tokenizer)}\n")
     say(f"writes    {recipe.folder}/: {', '.join(WRITTEN)}")
     say("nothing was trained and nothing written")

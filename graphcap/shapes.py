@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from graphcap.build import configure_drafter, make_drafter, make_step
 from graphcap.config import Recipe
@@ -60,21 +59,22 @@ def shapes(recipe: Recipe, wanted: Wanted, say) -> None:
     where = {"revision": recipe.target.revision, "trust_remote_code": recipe.target.trust_remote_code}
     tokenizer, skeleton = load_tokenizer(recipe.target.path, **where), load_skeleton(recipe.target.path, **where)
     config, _ = configure_drafter(recipe, skeleton, tokenizer)
-    loaded = load_data(recipe, tokenizer, config.mask_token_id, tell, note=_silent)["train"]
+    loaded = load_data(recipe, tokenizer, config.mask_token_id, tell, note=_silent, names=("train",))["train"]
     frame = frame_of(recipe, skeleton, config, device=device, dtype=dtype)
     planned = shapes_of(recipe, loaded.documents, frame)
     if wanted.measure:
         frame = replace(frame, costs=measured_costs(recipe, frame, planned.buckets[0], device=device, dtype=dtype, say=tell))
         planned = shapes_of(recipe, loaded.documents, frame)
     schedule = schedule_of(recipe, loaded.documents, planned)
-    told = report(recipe, loaded, frame, schedule)
+    told = report(recipe, loaded, frame, schedule, measured=wanted.measure)
     if wanted.as_json:
         say(json.dumps(told | {"shapes": json.loads(planned.to_json())}))
     else:
         for line in (*lines(told), "", *drawn(loaded, told)):
             say(line)
     for document in loaded.documents[: wanted.show]:
-        tell(f"\nsupervised in {document.place}, between the marks:\n{supervised_text(document, tokenizer, marks=PLAIN_MARKS)}\n")
+        text = supervised_text(document, tokenizer, marks=PLAIN_MARKS)
+        tell(f"\nsupervised in {document.place}, between the marks:\n{text}\n")
     if wanted.picture:
         drawing.picture(wanted.picture, loaded.documents.lengths, marks(told))
     if wanted.out:
@@ -118,7 +118,7 @@ def _half(number: int, unit: int) -> int:
     return int(max(unit, -(-number // 2 // unit) * unit))
 
 
-def report(recipe: Recipe, loaded: Documents, frame: Frame, schedule: Schedule) -> dict:
+def report(recipe: Recipe, loaded: Documents, frame: Frame, schedule: Schedule, *, measured: bool) -> dict:
     """What a plan makes of the documents in its first epoch: numbers by name, times in seconds, memory in bytes."""
     documents, planned = loaded.documents, schedule.shapes
     lengths, anchors = documents.lengths, documents.num_anchors(recipe.shapes.anchor_density)
@@ -137,7 +137,9 @@ def report(recipe: Recipe, loaded: Documents, frame: Frame, schedule: Schedule) 
         "token_fill": found.token_fill,
         "anchor_fill": found.anchor_fill,
         "epoch_s": (found.rows_ps + found.updates_ps) / PS_PER_S,
+        "predicted": "as measured here" if measured else "at an H200's assumed rates (--measure times this machine)",
         "over_bound": found.over,
+        "padding_share": (found.rows_ps - num_rows * planned.costs.micro_step_ps - found.bound_ps) / found.rows_ps,
         "correlation": found.correlation,
         "held_bytes": frame.memory.held_bytes(),
         "needed_bytes": frame.memory.needed_bytes(*planned.buckets),
@@ -171,22 +173,22 @@ def covered_share(recipe: Recipe, documents, *, block_size: int) -> float:
 def lines(told: dict) -> list[str]:
     """The report as a table for people."""
     rows, documents = told["rows"], told["documents"]
+    each, held = told["anchors"] / documents, gib(told["held_bytes"])
     found = [
         f"documents {documents:,} of {told['tokens']:,} tokens, {told['supervised_tokens']:,} of them supervised",
-        f"rows      {rows:,} an epoch, {documents / rows:.1f} documents each; {told['anchors'] / documents:.1f} anchors a document",
+        f"rows      {rows:,} an epoch, {documents / rows:.1f} documents each; {each:.1f} anchors a document",
         f"fill      {told['token_fill']:.1%} of tokens, {told['anchor_fill']:.1%} of anchor slots",
         f"blocks    cover {told['covered_share']:.1%} of the supervised tokens in an epoch",
-        f"epoch     {told['updates']:,} updates of {told['rows_per_update']} rows, predicted {_duration(told['epoch_s'])}, "
-        f"{told['over_bound']:.1%} more than without any padding",
-        f"memory    {gib(told['needed_bytes'])} predicted, of which {gib(told['held_bytes'])} for target, drafter and optimizer",
+        f"epoch     {told['updates']:,} updates of {told['rows_per_update']} rows, {_duration(told['epoch_s'])} {told['predicted']}; "
+        f"padding is {told['padding_share']:.1%} of it",
+        f"memory    {gib(told['needed_bytes'])} predicted, {held} of it for target, drafter and optimizer",
         "",
         f"{'bucket':>14}{'rows':>12}{'share':>8}{'micro step':>14}{'memory alone':>15}",
     ]
     for one in told["buckets"]:
-        name = f"{one['length']}/{one['num_anchors']}"
-        found.append(
-            f"{name:>14}{one['rows']:>12,}{one['rows'] / rows:>8.1%}{one['micro_step_ms']:>11.2f} ms{gib(one['needed_bytes']):>15}"
-        )
+        name, share = f"{one['length']}/{one['num_anchors']}", one["rows"] / rows
+        size = gib(one["needed_bytes"])
+        found.append(f"{name:>14}{one['rows']:>12,}{share:>8.1%}{one['micro_step_ms']:>11.2f} ms{size:>15}")
     return found
 
 

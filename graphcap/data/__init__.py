@@ -1,10 +1,12 @@
 """Text → documents → rows of a bucket → arrays. Imports errors only, of graphcap; loads no torch at import time."""
 
-from graphcap.data.conversations import Document, Documents, Origin, load_documents, prompt_of, read_conversations
+from graphcap.data.conversations import Documents, Origin, load_documents, prompt_of, read_conversations
+from graphcap.data.documents import Document, DocumentList, DocumentsById
 from graphcap.data.forms import Conversation
 from graphcap.data.loader import RowArrays, arrange, arrange_with
 from graphcap.data.packing import Row, Schedule, Update, anchor_candidates, choose_anchors, num_anchors_of
 from graphcap.data.planner import Bucket, Shapes, plan
+from graphcap.data.reading import Means
 from graphcap.data.sample import PLAIN_MARKS, TERMINAL_MARKS, supervised_text
 from graphcap.data.templates import tokenize_conversation
 
@@ -12,7 +14,10 @@ __all__ = [
     "Bucket",
     "Conversation",
     "Document",
+    "DocumentList",
     "Documents",
+    "DocumentsById",
+    "Means",
     "Origin",
     "PLAIN_MARKS",
     "Row",

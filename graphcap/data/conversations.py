@@ -1,9 +1,12 @@
 """Files of conversations → documents: token ids and a loss mask, with everything dropped counted by reason.
 
-Which files are read is sources.py's, what a row means forms.py's, the chat template templates.py's. Knows nothing of
-rows and buckets. Called by train, eval and shapes.
+Which files are read is folders.py's and sources.py's, what a row means forms.py's, the chat template templates.py's, what
+becomes of a row tokenising.py's, in which order and by how many processes reading.py's. This file brings them together,
+and takes the documents that an earlier run kept where they are the same. Knows nothing of rows and buckets. Called by
+train, eval and shapes.
 """
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -11,48 +14,30 @@ from pathlib import Path
 
 import numpy as np
 
-from graphcap.data.forms import Conversation, conversation_of, form_of
-from graphcap.data.packing import anchor_candidates
-from graphcap.data.sources import BadLine, Row, open_source, place, short
-from graphcap.data.templates import BadConversation, tokenize_conversation, tokenize_prompt
+from graphcap.data import tokencache
+from graphcap.data.documents import Columns, DocumentList
+from graphcap.data.documents import Document as Document
+from graphcap.data.encoder import Encoder
+from graphcap.data.folders import open_path
+from graphcap.data.forms import Conversation, conversation_of
+from graphcap.data.reading import Means, Reading, read, rows_of
+from graphcap.data.sources import BadLine, Source, place, short
+from graphcap.data.templates import BadConversation, tokenize_prompt
+from graphcap.data.tokenising import Rules, placed, tokenized
 from graphcap.errors import DataError
-
-NO_SUPERVISED_TOKEN = "no supervised token"
-NO_ANCHOR = "no two neighbouring supervised tokens"
-TOO_LONG = "longer than max_length"
-FIRST_SUPERVISED = "supervised from its first token on"
-
-
-@dataclass(frozen=True)
-class Document:
-    """One tokenised conversation. id: 0-based place among the usable conversations read, kept or not.
-
-    token_ids: int32 [n]. loss_mask: bool [n], true where the assistant wrote the token. source, line: where it stood (in a
-    table, line is the row).
-    """
-
-    id: int
-    token_ids: np.ndarray
-    loss_mask: np.ndarray
-    source: str
-    line: int
-
-    @property
-    def place(self) -> str:
-        """Where it stood, in words."""
-        return place(self.source, self.line)
 
 
 @dataclass(frozen=True)
 class Origin:
     """A path that was read. path: as given; form: of its rows, one of sources.FORMS, empty if it had no usable row.
 
-    revision: the commit of a data set of the Hub, to be written down; empty for a file.
+    revision: the commit of a data set of the Hub, to be written down; empty for a file. kind: what a folder was found to be.
     """
 
     path: str
     form: str
     revision: str
+    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -63,7 +48,7 @@ class Documents:
     the documents lost their end. origins: one for each path, in their order.
     """
 
-    documents: list[Document]
+    documents: DocumentList
     dropped: dict[str, int]
     num_read: int
     first_places: dict[str, str] = field(default_factory=dict)
@@ -73,12 +58,12 @@ class Documents:
     @property
     def num_tokens(self) -> int:
         """Tokens of all documents."""
-        return sum(len(document.token_ids) for document in self.documents)
+        return int(self.documents.lengths.sum())
 
     @property
     def num_supervised_tokens(self) -> int:
         """Supervised tokens of all documents."""
-        return sum(int(np.count_nonzero(document.loss_mask)) for document in self.documents)
+        return int(self.documents.supervised.sum())
 
     def summary(self) -> str:
         """One line: conversations read, kept, truncated, dropped by reason with the first place of each; each file's form."""
@@ -100,6 +85,7 @@ class Documents:
         forms: dict[str, list[str]] = {}
         for origin in self.origins:
             name = short(origin.path) + (f" at {origin.revision}" if origin.revision else "")
+            name += f" ({origin.kind})" if origin.kind else ""
             forms.setdefault(origin.form or "no row", []).append(name)
         for form, names in forms.items():
             more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
@@ -114,13 +100,16 @@ def read_conversations(paths: Iterable[str | Path], *, on_bad_line: str, dropped
     Raises: DataError naming file and line; also with "skip" for a file that is missing, damaged or of another kind.
     """
     assert on_bad_line in ("error", "skip"), on_bad_line
-    for entry in _entries(paths, []):
-        if isinstance(entry, Conversation):
-            yield entry
-        elif on_bad_line == "error":
-            raise entry
-        else:
-            dropped[entry.reason] += 1
+    for path in _listed(paths):
+        for entry, form in rows_of(open_path(path), []):
+            try:
+                if isinstance(entry, BadLine):
+                    raise entry
+                yield conversation_of(entry, form)
+            except BadLine as error:
+                if on_bad_line == "error":
+                    raise
+                dropped[error.reason] += 1
 
 
 def prompt_of(conversation: Conversation, tokenizer) -> list[int]:
@@ -130,153 +119,114 @@ def prompt_of(conversation: Conversation, tokenizer) -> list[int]:
     tokenised row is not in the vocabulary.
     """
     if conversation.messages is None:
-        document = _tokenized(conversation, tokenizer, 0)
-        if isinstance(document, BadLine):
-            raise document
-        return document.token_ids[: int(np.argmax(document.loss_mask)) if document.loss_mask.any() else None].tolist()
+        token_ids, loss_mask = tokenized(conversation, tokenizer, Encoder(tokenizer))
+        return token_ids[: int(np.argmax(loss_mask)) if loss_mask.any() else None].tolist()
     roles = [message["role"] for message in conversation.messages]
     turn = roles.index("assistant") if "assistant" in roles else len(roles)
     try:
         return tokenize_prompt(tokenizer, conversation.messages[:turn], conversation.tools) if turn else []
     except BadConversation as error:
-        raise _placed(error, conversation) from error
+        raise placed(error, conversation) from error
 
 
-def load_documents(paths: Iterable[str | Path], tokenizer, *, max_length: int, on_long: str, on_bad_line: str) -> Documents:
-    """Read, tokenise and sift the conversations of files and data sets of the Hub.
+def load_documents(
+    paths: Iterable[str | Path], tokenizer, *, max_length: int, on_long: str, on_bad_line: str, means: Means | None = None
+) -> Documents:
+    """Read, tokenise and sift the conversations of files, prepared folders and data sets of the Hub.
 
     max_length: tokens. on_long: what happens to a longer document: "error", "truncate" (its end is cut off) or "drop".
     on_bad_line: "error" or "skip", for rows that cannot be used, chats that the template refuses or rewrites, and a
     document that is supervised from its first token on: a mask of all ones is never taken in silence.
     A document without an anchor candidate (two neighbouring supervised tokens) teaches nothing and is dropped; this is
-    judged after truncation. Which turns are supervised: templates.py.
+    judged after truncation. Which turns are supervised: templates.py. means: None reads in this process and keeps nothing.
     Raises: DataError naming file and line, or naming max_length and the reasons if nothing is left.
     """
     assert max_length >= 1 and on_long in ("error", "truncate", "drop"), (max_length, on_long)
     assert on_bad_line in ("error", "skip"), on_bad_line
     paths = _listed(paths)
-    documents: list[Document] = []
-    dropped: Counter = Counter()
-    first_places: dict[str, str] = {}
-    origins: list[Origin] = []
-    num_usable = num_truncated = 0
+    rules = Rules(max_length, on_long, on_bad_line)
+    means = means or Means(None, 1, lambda line: None)
+    sources = [open_path(path) for path in paths]
+    names = [source.name for source in sources]
+    key = tokencache.key_of(sources, tokenizer, rules) if means.cache else None
+    if key is None:
+        columns = Columns(None, np.int32)
+        reading = read(sources, tokenizer, rules, means, columns)
+        _check_left(reading, sources, rules)
+        return _result(reading, columns.documents(names), sources)
+    with tokencache.alone(means.cache, key, means.say):
+        if (found := tokencache.find(means.cache, key, names, means.say)) is not None:
+            documents, index = found
+            means.say(
+                f"{len(documents):,} documents of {_age(time.time() - index['made'])} ago are used again, from "
+                f"{means.cache / key.name}"
+            )
+            return _result(Reading.restored(index), documents, sources)
+        return _made(sources, tokenizer, rules, means, key)
 
-    def drop(reason: str, source: str, line: int) -> None:
-        dropped[reason] += 1
-        first_places.setdefault(reason, place(short(source), line))
 
-    for entry in _entries(paths, origins):
-        if isinstance(entry, Conversation):
-            document_id, num_usable = num_usable, num_usable + 1
-            entry = _tokenized(entry, tokenizer, document_id)
-        if isinstance(entry, BadLine):
-            if on_bad_line == "error":
-                raise entry
-            drop(entry.reason, entry.source, entry.line)
-            continue
-        document, reason, truncated = _sift(entry, max_length=max_length, on_long=on_long)
-        if reason:
-            drop(reason, entry.source, entry.line)
-        else:
-            documents.append(document)
-            num_truncated += truncated
-    num_read = len(documents) + sum(dropped.values())
-    result = Documents(documents, dict(dropped), num_read, first_places, num_truncated, tuple(origins))
-    if not documents:
+def _made(sources: list[Source], tokenizer, rules: Rules, means: Means, key: tokencache.Key) -> Documents:
+    """Tokenise, and keep what comes of it under the key. Raises: DataError; then nothing is kept."""
+    names = [source.name for source in sources]
+    marks = [_mark(source) for source in sources]
+    making = tokencache.Making(means.cache, key)
+    try:
+        reading = read(sources, tokenizer, rules, means, making.columns)
+        _check_left(reading, sources, rules)
+        for source, mark in zip(sources, marks):
+            if _mark(source) != mark:
+                raise DataError(
+                    "data file",
+                    source.path,
+                    expected="a file that stays as it is while it is read",
+                    got="another size or time of change than at the start",
+                    fix="wait until it is written, and start again",
+                )
+        documents = making.finish(reading.index(), names)
+    except OSError as error:
+        making.discard()
+        raise making.failed(error) from error
+    except BaseException:
+        making.discard()
+        raise
+    means.say(f"{len(documents):,} documents are kept for the next run, in {means.cache / key.name}")
+    return _result(reading, documents, sources)
+
+
+def _mark(source: Source) -> list[tuple[int, int]]:
+    """Size and time of change of the files, as far as they are there."""
+    return [(file.stat().st_size, file.stat().st_mtime_ns) for file in source.files if file.exists()]
+
+
+def _result(reading: Reading, documents: DocumentList, sources: list[Source]) -> Documents:
+    """The documents with what is known of their reading."""
+    first = {reason: place(short(sources[number].name), line) for reason, (number, line) in reading.first_places.items()}
+    origins = tuple(Origin(one.path, form, one.revision, one.kind) for one, form in zip(sources, reading.forms))
+    num_read = reading.num_kept + sum(reading.dropped.values())
+    return Documents(documents, dict(reading.dropped), num_read, first, reading.num_truncated, origins)
+
+
+def _check_left(reading: Reading, sources: list[Source], rules: Rules) -> None:
+    """Raises: DataError if no document is left."""
+    if not reading.num_kept:
         raise DataError(
             "data",
-            ", ".join(map(str, paths)),
+            ", ".join(source.path for source in sources),
             expected="at least one document with something to learn from",
-            got=f"0 supervised tokens within max_length = {max_length}",
-            cause=result.summary(),
+            got=f"0 supervised tokens within max_length = {rules.max_length}",
+            cause=_result(reading, (), sources).summary(),
             fix="mend the conversations, or raise data.max_length if the answers stand behind it",
         )
-    return result
-
-
-def _sift(document: Document, *, max_length: int, on_long: str) -> tuple[Document, str, bool]:
-    """The document, cut if asked; why it is dropped, or ""; whether it was cut."""
-    num_tokens = len(document.token_ids)
-    truncated = num_tokens > max_length
-    if truncated:
-        if on_long == "error":
-            raise DataError(
-                "conversation",
-                document.place,
-                got=f"{num_tokens} tokens",
-                expected=f"at most max_length = {max_length} tokens",
-                fix="raise data.max_length, or set data.on_long to truncate or drop",
-            )
-        if on_long == "drop":
-            return document, TOO_LONG, False
-        # Copies, so that the long arrays can go.
-        token_ids, loss_mask = document.token_ids[:max_length].copy(), document.loss_mask[:max_length].copy()
-        document = Document(document.id, token_ids, loss_mask, document.source, document.line)
-    reason = ""
-    if not document.loss_mask.any():
-        reason = NO_SUPERVISED_TOKEN
-    elif not len(anchor_candidates(document.loss_mask)):
-        reason = NO_ANCHOR
-    return document, reason + " after truncation" if reason and truncated else reason, truncated
-
-
-def _tokenized(conversation: Conversation, tokenizer, document_id: int) -> Document | BadLine:
-    """The document, or the error that says why there is none."""
-    at = (conversation.source, conversation.line)
-    if conversation.messages is None:
-        token_ids, loss_mask = conversation.token_ids, conversation.loss_mask
-        if int(token_ids.max()) >= len(tokenizer):
-            return BadLine(
-                "token id outside the vocabulary",
-                *at,
-                expected=f"token ids below {len(tokenizer)}, the size of the target's vocabulary",
-                got=str(token_ids.max()),
-                fix="tokenise with the target's own tokenizer",
-            )
-    else:
-        try:
-            token_ids, loss_mask = tokenize_conversation(tokenizer, conversation.messages, conversation.tools)
-        except BadConversation as error:
-            return _placed(error, conversation)
-    if loss_mask[:1].any():
-        return BadLine(
-            FIRST_SUPERVISED,
-            *at,
-            expected="a first token that the target did not write",
-            got=f"{np.count_nonzero(loss_mask)} of {len(loss_mask)} tokens supervised, the first among them",
-            cause="nothing stands before it, so no server could have been asked for it",
-            fix="begin with a question, and set loss_mask 0 for all that the target did not write",
-        )
-    return Document(document_id, token_ids, loss_mask, *at)
-
-
-def _placed(error: BadConversation, conversation: Conversation) -> BadLine:
-    """The same error with the conversation's place."""
-    return BadLine(
-        error.reason,
-        conversation.source,
-        conversation.line,
-        expected=error.expected,
-        got=error.got,
-        fix=error.fix,
-        cause=f"{error.thing}, {error.name}" + (f": {error.cause}" if error.cause else ""),
-    )
 
 
 def _listed(paths: Iterable[str | Path]) -> list[str | Path]:
     return [paths] if isinstance(paths, (str, Path)) else list(paths)
 
 
-def _entries(paths: Iterable[str | Path], origins: list[Origin]) -> Iterator[Conversation | BadLine]:
-    """Every row of every path: a conversation, or the error that says why it is none. Appends to `origins` on the way."""
-    for path in _listed(paths):
-        source, form = open_source(path), ""
-        for row in source.rows:
-            if isinstance(row, Row):
-                try:
-                    form = form or form_of(row)
-                    row = conversation_of(row, form)
-                except BadLine as error:
-                    row = error
-            yield row
-        origins.append(Origin(source.path, form, source.revision))
+def _age(seconds: float) -> str:
+    """A span of time in its largest unit, rounded down."""
+    for unit, size in (("day", 86_400), ("hour", 3_600), ("minute", 60)):
+        if seconds >= size:
+            count = int(seconds // size)
+            return f"{count} {unit}{'' if count == 1 else 's'}"
+    return "less than a minute"

@@ -168,10 +168,11 @@ class Shapes:
         return cls(**{**fields, "buckets": buckets, "costs": _costs_from(fields["costs"], source)})
 
     def save(self, path: str | Path) -> None:
-        """Write the JSON file, under 64 KiB."""
-        text = self.to_json()
+        """Write the JSON file, under 64 KiB, whole or not at all."""
+        text, beside = self.to_json(), Path(f"{path}.partial")
         assert len(text.encode()) < _MAX_FILE_BYTES, f"a shapes file of {len(text.encode())} bytes"
-        Path(path).write_text(text, encoding="utf-8")
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
 
     @classmethod
     def load(cls, path: str | Path) -> Shapes:

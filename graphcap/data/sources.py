@@ -9,11 +9,12 @@ Called by conversations.py.
 """
 
 import gzip
+import hashlib
 import json
 import re
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -32,18 +33,21 @@ FORMS = {
 _COLUMNS = {key for keys in FORMS.values() for key in keys} | {"tools"}  # of a table; all others stay unread
 
 _PICKLES = (".pkl", ".pickle", ".pt", ".pth", ".bin")
+HUB_BYTES = 1 << 30  # a data set of the Hub is taken to be large: its commit tells what it is
+PACKED = 4  # of text in a byte of gzip, about
 _BATCH_ROWS = 64  # decoded at once from a parquet file
 _HUB = re.compile(r"hf:([\w.-]+/[\w.-]+)(?:@([\w./-]+))?(?::(\S+))?", re.ASCII)
 
 
 def place(source: str, line: int) -> str:
     """`source` and the 1-based line or row in it, in words."""
-    return f"{source} {'row' if source.startswith('hf:') or source.endswith('.parquet') else 'line'} {line}"
+    table = source.startswith("hf:") or source.endswith((".parquet", "/"))
+    return f"{source} {'row' if table else 'line'} {line}"
 
 
 def short(source: str) -> str:
     """A file's name without its folders; a data set of the Hub whole."""
-    return source if source.startswith("hf:") else Path(source).name
+    return source if source.startswith("hf:") else Path(source).name + "/" * source.endswith("/")
 
 
 def shown(keys: Iterable) -> str:
@@ -73,16 +77,48 @@ class Row:
         return BadLine(reason, self.source, self.line, expected=expected, got=got, fix=fix)
 
 
+@dataclass
+class Meter:
+    """Bytes of text read so far, unpacked."""
+
+    num_bytes: int = 0
+
+
 @dataclass(frozen=True)
 class Source:
     """An opened path. path: as given; revision: the commit that a data set of the Hub was resolved to, else empty.
 
     rows: each row, or the error that says why it is none; to be read once. Raises: DataError if the file is damaged.
+    name: what its rows call their source. files: all that is read for it, in order. kind: what a folder was found to be.
+    meter: how much of it has been read.
     """
 
     path: str
     revision: str
     rows: Iterator[Row | BadLine]
+    name: str
+    files: tuple[Path, ...] = ()
+    kind: str = ""
+    meter: Meter = field(default_factory=Meter)
+
+    def size_bytes(self) -> int | None:
+        """Bytes of its text, about; None if it cannot be told, or if it may be read only once, as a pipe."""
+        if self.revision:
+            return HUB_BYTES
+        if not all(file.is_file() for file in self.files):
+            return None
+        return sum(file.stat().st_size * (PACKED if file.suffix == ".gz" else 1) for file in self.files)
+
+    def fingerprint(self) -> list[str]:
+        """What its rows follow from: the commit, or the contents of the files. Raises: DataError if one cannot be read."""
+        if self.revision:
+            return [self.path, self.revision]
+        marks = [self.kind]
+        for file in self.files:
+            with _opened(str(file)) as opened:
+                contents = _read(str(file), lambda: hashlib.file_digest(opened, "sha256"))
+            marks += [file.suffix, contents.hexdigest()]
+        return marks
 
 
 def open_source(path: str | Path) -> Source:
@@ -93,13 +129,14 @@ def open_source(path: str | Path) -> Source:
     path = str(path)
     if path.startswith("hf:"):
         revision, rows = _hub(path)
-        return Source(path, revision, rows)
-    return Source(path, "", _file_rows(path))
+        return Source(path, revision, rows, path)
+    meter = Meter()
+    return Source(path, "", file_rows(path, meter), path, (Path(path),), "", meter)
 
 
-def _file_rows(path: str) -> Iterator[Row | BadLine]:
+def _opened(path: str) -> BinaryIO:
     try:
-        file = open(path, "rb")
+        return open(path, "rb")
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise DataError(
             "data file",
@@ -109,15 +146,19 @@ def _file_rows(path: str) -> Iterator[Row | BadLine]:
             cause="a relative path begins in the folder that graphcap runs in",
             fix="give the path of a file",
         ) from error
-    with file:
+
+
+def file_rows(path: str, meter: Meter) -> Iterator[Row | BadLine]:
+    """The rows of a file; it is opened when the first is asked for. Raises: DataError if it cannot be read."""
+    with _opened(path) as file:
         head = _read(path, lambda: file.peek(4)[:4])
         _refuse_others(path, head)
         if path.endswith(".parquet") or head == b"PAR1":
-            yield from _parquet(path, file)
+            yield from _parquet(path, file, meter)
         elif path.endswith(".gz") or head.startswith(b"\x1f\x8b"):
-            yield from _jsonl(path, gzip.GzipFile(fileobj=file))
+            yield from _jsonl(path, gzip.GzipFile(fileobj=file), meter)
         else:
-            yield from _jsonl(path, file)
+            yield from _jsonl(path, file, meter)
 
 
 def _refuse_others(path: str, head: bytes) -> None:
@@ -157,11 +198,12 @@ def _read(path: str, step, *, behind: int = 0):
         ) from error
 
 
-def _jsonl(path: str, file: BinaryIO) -> Iterator[Row | BadLine]:
+def _jsonl(path: str, file: BinaryIO, meter: Meter) -> Iterator[Row | BadLine]:
     """One row for each line that is not blank."""
     line = 0
     while raw := _read(path, file.readline, behind=line):
         line += 1
+        meter.num_bytes += len(raw)
         # A byte order mark at the start is legal UTF-8 and common in files from Windows.
         raw = raw.removeprefix(b"\xef\xbb\xbf") if line == 1 else raw
         if raw.strip():
@@ -189,17 +231,18 @@ def _object(raw: bytes, path: str, line: int) -> dict:
     return {key: value for key, value in row.items() if value is not None}
 
 
-def _parquet(path: str, file: BinaryIO) -> Iterator[Row | BadLine]:
+def _parquet(path: str, file: BinaryIO, meter: Meter) -> Iterator[Row | BadLine]:
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise _missing("data file", path, "pyarrow", str(error)) from error
+        raise missing_package("data file", path, "pyarrow", str(error)) from error
     number = 0
     try:
         table = pyarrow.parquet.ParquetFile(file)
-        columns = _columns(table.schema_arrow.names, path)
+        columns = columns_of(table.schema_arrow.names, path)
         for batch in table.iter_batches(batch_size=_BATCH_ROWS, columns=columns):
+            meter.num_bytes += batch.nbytes
             for offset in range(batch.num_rows):
                 number += 1
                 try:
@@ -209,7 +252,7 @@ def _parquet(path: str, file: BinaryIO) -> Iterator[Row | BadLine]:
                     fix = "mend or remove the row"
                     yield BadLine(reason, path, number, expected="a row that Python can hold", got=str(error), fix=fix)
                     continue
-                yield Row(path, number, _without_nulls(value))
+                yield Row(path, number, without_nulls(value))
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(
             "data file",
@@ -231,7 +274,7 @@ def _hub(path: str) -> tuple[str, Iterator[Row]]:
     try:
         import datasets
     except ImportError as error:
-        raise _missing("data set", path, "datasets", str(error)) from error
+        raise missing_package("data set", path, "datasets", str(error)) from error
     try:
         # A commit needs no asking, so a data set that is cached is read without a network if its commit is named.
         if not re.fullmatch("[0-9a-f]{40}", revision):
@@ -249,7 +292,7 @@ def _hub(path: str) -> tuple[str, Iterator[Row]]:
             cause=" ".join(str(error).split())[:300].rstrip("."),
             fix="check its name, split and your network; offline, name a cached commit: hf:OWNER/NAME@COMMIT",
         ) from error
-    return revision, _hub_rows(path, dataset.select_columns(_columns(dataset.column_names, path)))
+    return revision, _hub_rows(path, dataset.select_columns(columns_of(dataset.column_names, path)))
 
 
 def _hub_rows(path: str, dataset) -> Iterator[Row]:
@@ -261,10 +304,10 @@ def _hub_rows(path: str, dataset) -> Iterator[Row]:
             fix = "remove its folder from the cache of datasets and run again"
             got = type(error).__name__
             raise DataError("data set", path, expected=f"row {number + 1}", got=got, cause=cause, fix=fix) from error
-        yield Row(path, number + 1, _without_nulls(value))
+        yield Row(path, number + 1, without_nulls(value))
 
 
-def _columns(names: list[str], path: str) -> list[str]:
+def columns_of(names: list[str], path: str) -> list[str]:
     """The columns of a table to read. Raises: DataError if they make no row form."""
     if not any(set(keys) <= set(names) for keys in FORMS.values()):
         raise DataError(
@@ -277,15 +320,15 @@ def _columns(names: list[str], path: str) -> list[str]:
     return [name for name in names if name in _COLUMNS]
 
 
-def _without_nulls(value):
+def without_nulls(value):
     """The same value with the null keys of its objects left out, at every depth."""
     if isinstance(value, dict):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list) and value and isinstance(value[0], (dict, list)):
-        return [_without_nulls(inner) for inner in value]
+        return [without_nulls(inner) for inner in value]
     return value
 
 
-def _missing(thing: str, path: str, package: str, cause: str) -> DataError:
+def missing_package(thing: str, path: str, package: str, cause: str) -> DataError:
     got = "a Python without it"
     return DataError(thing, path, expected=f"the package {package}", got=got, cause=cause, fix=f"pip install {package}")

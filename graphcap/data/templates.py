@@ -25,6 +25,7 @@ import re
 
 import numpy as np
 
+from graphcap.data.encoder import Encoder
 from graphcap.errors import DataError
 
 REFUSED = "refused by the chat template"
@@ -42,20 +43,27 @@ class BadConversation(DataError):
         self.reason = reason
 
 
-def tokenize_conversation(tokenizer, messages: list[dict], tools: list[dict] | None = None) -> tuple[np.ndarray, np.ndarray]:
+def tokenize_conversation(
+    tokenizer, messages: list[dict], tools: list[dict] | None = None, encoder: Encoder | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Token ids (int32 [n]) and loss mask (bool [n]) of a chat; `messages` is not empty.
 
     tools: JSON schemas for the template, or None. A message may lack content where it has tool calls or reasoning.
-    The ids equal `tokenizer.apply_chat_template(messages, tokenize=True)`: nothing is prepended, so there is exactly
-    the BOS that the template prints. The mask may be all zeros; the caller says what happens then.
+    encoder: the tokenizer's, to be handed on from chat to chat, since it remembers words. The ids equal
+    `tokenizer.apply_chat_template(messages, tokenize=True)`: nothing is prepended, so there is exactly the BOS that the
+    template prints. The mask may be all zeros; the caller says what happens then.
     Raises: DataError if the tokenizer has no template; BadConversation if the template refuses the chat or rewrites
     earlier turns, naming the turn.
     """
-    template = _template(tokenizer, tools)
+    template, encoder = _template(tokenizer, tools), encoder or Encoder(tokenizer)
     text = _render(tokenizer, messages, tools, prompt=False)
-    token_ids = np.array(_apply(tokenizer, messages, tools, tokenize=True), dtype=np.int32)
-    spans = _spans_by_markers if _MARKER.search(template) else _spans_by_prefixes
-    return token_ids, _mask(tokenizer, text, token_ids, spans(tokenizer, template, messages, tools, text))
+    # A tokenizer of transformers renders and encodes; any other may do more with a chat than that.
+    if encoder.known:
+        token_ids, ends = encoder.encode(text)
+    else:
+        token_ids, ends = np.array(_apply(tokenizer, messages, tools, tokenize=True), dtype=np.int32), None
+    spans = (_spans_by_markers if _MARKER.search(template) else _spans_by_prefixes)(tokenizer, template, messages, tools, text)
+    return token_ids, _mask(tokenizer, text, token_ids, ends, spans)
 
 
 def tokenize_prompt(tokenizer, messages: list[dict], tools: list[dict] | None) -> list[int]:
@@ -210,15 +218,24 @@ def _end_of_turn(text: str, start: int, end: int, content: str) -> int:
     return start + len(words) if marked else end
 
 
-def _mask(tokenizer, text: str, token_ids: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
-    """bool [n]: tokens that lie wholly in a span."""
+def _mask(tokenizer, text: str, token_ids: np.ndarray, ends: np.ndarray | None, spans: list[tuple[int, int]]) -> np.ndarray:
+    """bool [n]: tokens that lie wholly in a span. ends: the byte behind each token, where that is known."""
     mask = np.zeros(len(token_ids), dtype=bool)
     if spans:
         cuts = sorted({place for span in spans for place in span})
-        borders = _borders(tokenizer, text, token_ids.tolist(), cuts)
+        known = ends is not None
+        borders = _borders_by_bytes(text, ends, cuts) if known else _borders(tokenizer, text, token_ids.tolist(), cuts)
         for start, end in spans:
             mask[borders[start][1] : borders[end][0]] = True
     return mask
+
+
+def _borders_by_bytes(text: str, ends: np.ndarray, cuts: list[int]) -> dict[int, tuple[int, int]]:
+    """As `_borders`, from the byte behind each token."""
+    places = cuts if text.isascii() else [len(text[:cut].encode()) for cut in cuts]
+    starts = np.concatenate(([0], ends[:-1]))
+    before, behind = np.searchsorted(ends, places, side="right"), np.searchsorted(starts, places, side="left")
+    return dict(zip(cuts, zip(before.tolist(), behind.tolist())))
 
 
 def _borders(tokenizer, text: str, ids: list[int], cuts: list[int]) -> dict[int, tuple[int, int]]:

@@ -6,6 +6,7 @@ document can be followed on the host: first anchor at the reply's first token, n
 Calls: train.py.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,7 +72,7 @@ class Evaluation:
 def fitting(documents: list[Document], buckets: tuple, *, count: int) -> list[Document]:
     """The first `count` documents that fit the largest bucket. Raises: DataError if none does."""
     longest = max(bucket.length for bucket in buckets)
-    found = [document for document in documents if len(document.token_ids) <= longest][:count]
+    found = list(itertools.islice((document for document in documents if len(document.token_ids) <= longest), count))
     if not found:
         raise DataError(
             "held-out documents",

@@ -78,7 +78,7 @@ class Sizes:
         return fitting
 
     def check_fit(self, buckets: tuple[Bucket, ...], room_bytes: int) -> None:
-        """Refuse buckets that need more than that. Raises: ConfigError naming the one that needs most, and the largest that fits."""
+        """Raises: ConfigError if they need more than that, naming the one that needs most and the largest that fits."""
         needed = self.needed_bytes(*buckets)
         if needed <= room_bytes:
             return

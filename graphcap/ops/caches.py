@@ -81,8 +81,16 @@ def _hold(cache: Path) -> None:
 
 def folder(made_by: dict[str, str]) -> Path:
     """~/.cache/graphcap/<torch>-<gpu>, or below XDG_CACHE_HOME."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "graphcap" / re.sub(r"[^\w.+-]+", "_", f"{made_by['torch']}-{made_by['gpu']}")
+    return _root() / re.sub(r"[^\w.+-]+", "_", f"{made_by['torch']}-{made_by['gpu']}")
+
+
+def documents_folder() -> Path:
+    """~/.cache/graphcap/documents, or below XDG_CACHE_HOME: tokens of large texts (data/tokencache.py), for any GPU."""
+    return _root() / "documents"
+
+
+def _root() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "graphcap"
 
 
 def damage(cache: Path) -> Iterator[str]:

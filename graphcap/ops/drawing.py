@@ -13,7 +13,7 @@ EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 def edges(longest: int) -> np.ndarray:
-    """Borders of the bins: 0, then a half octave apart from 64 on, to the first that is not below `longest`: int64 [bins + 1]."""
+    """int64 [bins + 1], borders of the bins: 0, then half an octave apart from 64 on, until `longest` is in one."""
     steps = [64]
     while steps[-1] < longest:
         steps.append(round(64 * 2 ** (len(steps) / 2)))

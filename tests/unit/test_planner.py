@@ -268,9 +268,10 @@ def test_the_committed_plan_of_the_tiny_recipe_is_what_planning_it_gives_here():
     import torch
     from transformers import AutoTokenizer
 
-    from graphcap.build import configure_drafter, costs_of
+    from graphcap.build import configure_drafter
     from graphcap.config import load_recipe
     from graphcap.data.conversations import load_documents
+    from graphcap.layout import costs_of
     from graphcap.model.loading import load_model
 
     root = Path(__file__).parents[2]
