@@ -159,7 +159,10 @@ def _add_shapes(verbs) -> None:
         verbs, "shapes", "plan the buckets for some documents, and say what they are predicted to cost", SHAPES_EXAMPLE
     )
     plan.add_argument(
-        "sources", metavar="RECIPE-or-DATA", nargs="+", help="a recipe, or files of conversations; section.key=value overrides"
+        "overrides",
+        metavar="RECIPE-or-DATA",
+        nargs="+",
+        help="a recipe, or files of conversations; section.key=value overrides",
     )
     plan.add_argument("--target", help="the target's folder or Hub name, where no recipe names it")
     plan.add_argument("--buckets", type=_positive, metavar="K", help="at most so many; shapes.max_buckets")
@@ -219,7 +222,7 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     top = parser()
     options, rest = top.parse_known_args(arguments)
-    if options.verb in ("train", "extract") and not any(word.startswith("-") for word in rest):
+    if options.verb in ("train", "extract", "shapes") and not any(word.startswith("-") for word in rest):
         options.overrides += rest  # overrides may stand behind an option too
     elif rest:
         options.parser.error(f"unrecognized: {' '.join(rest)}")
@@ -358,7 +361,7 @@ def _shapes(options) -> int:
     from graphcap import config
 
     recipe = config.load_planned(
-        options.sources,
+        options.overrides,
         target=options.target,
         keys={"shapes.max_buckets": options.buckets, "shapes.rows": options.rows, "data.max_length": options.max_length},
     )

@@ -34,7 +34,7 @@ from graphcap.model.target import Target
 from graphcap.ops import drawing
 
 SAMPLED_DOCUMENTS = 512  # of which the share of supervised tokens that blocks cover is counted
-TIMED_REPLAYS = 10
+TIMED_STEPS = {"cuda": 10, "cpu": 3}
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,9 @@ def measured_costs(recipe: Recipe, frame: Frame, largest: Bucket, *, device, dty
     step = make_step(recipe, target, make_drafter(recipe, frame.config), num_updates=1)
     engine = Engine(step, trial_buckets(largest, frame.config.block_size))
     engine.prepare(eager=False, say=say)
-    found = samples(engine, times=TIMED_REPLAYS)
-    update_ms = median_ms(engine.update, TIMED_REPLAYS, device)
+    times = TIMED_STEPS[device.type]
+    found = samples(engine, times=times)
+    update_ms = median_ms(engine.update, times, device)
     costs = Costs.fit(
         found, block_size=frame.config.block_size, update_ms=update_ms, bucket_s=engine.start_up.total_s / len(engine.slots)
     )
@@ -179,8 +180,8 @@ def lines(told: dict) -> list[str]:
         f"rows      {rows:,} an epoch, {documents / rows:.1f} documents each; {each:.1f} anchors a document",
         f"fill      {told['token_fill']:.1%} of tokens, {told['anchor_fill']:.1%} of anchor slots",
         f"blocks    cover {told['covered_share']:.1%} of the supervised tokens in an epoch",
-        f"epoch     {told['updates']:,} updates of {told['rows_per_update']} rows, {_duration(told['epoch_s'])} {told['predicted']}; "
-        f"padding is {told['padding_share']:.1%} of it",
+        f"epoch     {told['updates']:,} updates of {told['rows_per_update']} rows, {_duration(told['epoch_s'])} "
+        f"{told['predicted']}; padding is {told['padding_share']:.1%} of it",
         f"memory    {gib(told['needed_bytes'])} predicted, {held} of it for target, drafter and optimizer",
         "",
         f"{'bucket':>14}{'rows':>12}{'share':>8}{'micro step':>14}{'memory alone':>15}",

@@ -24,7 +24,7 @@ LAYERS = (
     ("model",),
     ("engine",),
     ("ops",),
-    ("build", "offline"),
+    ("build", "layout", "offline"),
     VERBS,
     ("cli",),
     ("__main__",),

@@ -1,0 +1,96 @@
+"""`graphcap shapes`: a plan, its report and its file, from a recipe or from files; and what is refused."""
+
+import json
+import random
+
+import pytest
+
+from graphcap.cli import main
+from graphcap.data.planner import Shapes
+from tests.toys import fresh_seed
+
+TINY = "graphcap/assets/tiny"
+
+
+@pytest.fixture
+def chats(tmp_path):
+    """60 conversations of various lengths."""
+    fresh_seed()
+    path = tmp_path / "chats.jsonl"
+    lines = []
+    for number in range(60):
+        words = " ".join(random.choice(["the", "value", "function", "returns", "list"]) for _ in range(random.randint(3, 150)))
+        turns = [{"role": "user", "content": f"Explain {number}."}, {"role": "assistant", "content": words}]
+        lines.append(json.dumps({"messages": turns}))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def planned(capsys, *words) -> dict:
+    assert main(["shapes", *map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_file_is_what_training_plans_and_training_takes_it(chats, tmp_path, capsys):
+    out = tmp_path / "plans" / "chats.json"
+    told = planned(capsys, chats, "--target", TINY, "drafter.block_size=8", "shapes.row_length=256", "--out", out)
+    shapes = Shapes.load(out)
+    assert json.loads(shapes.to_json()) == told["shapes"] and told["documents"] == 60
+    assert sum(one["rows"] for one in told["buckets"]) == told["rows"]
+    words = [f"target.path={TINY}", "drafter.block_size=8", "shapes.row_length=256", "drafter.num_layers=1", f"run.out={tmp_path}", "run.device=cpu"]
+    recipe = tmp_path / "recipe.toml"
+    held = tmp_path / "held.jsonl"
+    held.write_text("".join(chats.read_text().splitlines(keepends=True)[:3]))
+    recipe.write_text(f'[data]\ntrain = ["{chats}"]\nheld_out = ["{held}"]\n')
+    lines = {}
+    for plan in ("auto", str(out)):
+        assert main(["train", str(recipe), *words, f"shapes.plan={plan}", "--dry-run"]) == 0
+        lines[plan] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("plan ")]
+    names = ", ".join(bucket.name for bucket in shapes.buckets)
+    assert all(names in line[-1] for line in lines.values())
+
+
+def test_single_rows_fewer_buckets_and_a_shorter_limit_are_planned_as_asked(chats, capsys):
+    words = (chats, "--target", TINY, "data.on_long=truncate")
+    single = planned(capsys, *words, "--rows", "single", "--buckets", "2")
+    assert single["shapes"]["rows"] == "single" and single["rows"] == 60 and len(single["buckets"]) <= 2
+    short = planned(capsys, *words, "--max-length", "32")
+    assert short["shapes"]["histogram"]["longest"] == 32
+
+
+def test_measured_costs_are_of_this_machine_and_stand_in_the_file(chats, capsys):
+    words = (chats, "--target", TINY, "drafter.block_size=8", "drafter.num_layers=1", "shapes.row_length=256")
+    assumed, measured = planned(capsys, *words), planned(capsys, *words, "--measure")
+    assert measured["shapes"]["costs"] != assumed["shapes"]["costs"]
+    assert measured["epoch_s"] > 10 * assumed["epoch_s"]  # two cores against the rates of an H200
+    assert measured["predicted"] != assumed["predicted"]
+
+
+def test_the_lengths_are_drawn_with_the_buckets_and_show_prints_supervised_text(chats, tmp_path, capsys):
+    assert main(["shapes", str(chats), "--target", TINY, "--show", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "█" in out and "┄ bucket" in out and "% of the rows" in out
+    assert "supervised in" in out and "Explain 0." in out
+    pytest.importorskip("matplotlib", reason="the picture needs the extra `plot`")
+    picture = tmp_path / "lengths.png"
+    assert main(["shapes", str(chats), "--target", TINY, "--picture", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["{chats}"], "target.path"),
+        (["{chats}", "runs/tiny.toml"], "one recipe, or files of conversations"),
+        (["{chats}", "--target", TINY, "--out", "{chats}"], "a new file, or a shapes file"),
+        (["{chats}", "--target", TINY, "shapes.memory_gib=0.05"], "of GPU memory"),
+        (["{chats}.missing", "--target", TINY], "no such file"),
+        (["{chats}", "--target", TINY, "shapes.max_bucket=3"], "max_buckets"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_and_nothing_is_written(chats, tmp_path, capsys, words, told):
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*")}
+    assert main(["shapes", *(word.format(chats=chats) for word in words)]) == 2
+    error = capsys.readouterr().err
+    assert told in error and "Fix: " in error and error.count("\n") == 1
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*")} == before
