@@ -96,29 +96,11 @@ def build(recipe: Recipe, *, continued: dict | None, say, recorder: Recorder) ->
     _check_same_machine(device, dtype, continued)
     recorder.device(_gpu_name() if device.type == "cuda" else "CPU")
     recorder.note("load target")
-    begin = time.monotonic()
     where = {"revision": recipe.target.revision, "trust_remote_code": recipe.target.trust_remote_code}
     if continued is None:
         _check_disk(recipe, load_config(recipe.target.path, **where), dtype)
     tokenizer = load_tokenizer(recipe.target.path, **where)
-    if recipe.features.path:
-        model = load_skeleton(recipe.target.path, **where)
-    else:
-        model = load_model(recipe.target.path, dtype=dtype, device=device, **where)
-    drafter_config, mask_name = configure_drafter(recipe, model, tokenizer)
-    if recipe.features.path:
-        store, target, identity = open_store(recipe, model, drafter_config, dtype=dtype, device=device, say=say)
-    else:
-        store, target, identity = None, Target(model, drafter_config.target_layer_ids), identity_of(model, recipe.target.path)
-    _check_same_target(identity, recipe, continued, say)
-    taps, place = list(drafter_config.target_layer_ids), f"{dtype_name(dtype)} on {device.type}"
-    if store is not None:
-        place = f"only embedding and head loaded, {place}"
-    say(
-        f"target    {recipe.target.path}: {_millions(model)} M parameters, {place}, layers {taps} tapped, "
-        f"MASK is {mask_name}, fingerprint {identity.fingerprint}{_at_commit(identity)}  ({time.monotonic() - begin:.0f} s)"
-    )
-
+    target, store, identity, drafter_config = _load_target(recipe, tokenizer, dtype, device, continued, say)
     if device.type == "cuda" and (warning := untested(torch.__version__)):
         say(f"versions  {warning}")
     recorder.note("load data")
@@ -157,6 +139,29 @@ def build(recipe: Recipe, *, continued: dict | None, say, recorder: Recorder) ->
         settings=settings,
         recorder=recorder,
     )
+
+
+def _load_target(recipe: Recipe, tokenizer, dtype: torch.dtype, device: torch.device, continued: dict | None, say):
+    """The target, or only its two ends where features are stored; the store or None; its identity; the drafter's sizes."""
+    begin, section = time.monotonic(), recipe.target
+    where = {"revision": section.revision, "trust_remote_code": section.trust_remote_code}
+    if recipe.features.path:
+        model = load_skeleton(section.path, **where)
+    else:
+        model = load_model(section.path, dtype=dtype, device=device, **where)
+    config, mask_name = configure_drafter(recipe, model, tokenizer)
+    if recipe.features.path:
+        store, target, identity = open_store(recipe, model, config, dtype=dtype, device=device, say=say)
+    else:
+        store, target, identity = None, Target(model, config.target_layer_ids), identity_of(model, section.path)
+    _check_same_target(identity, recipe, continued, say)
+    only = "only embedding and head loaded, " if store is not None else ""
+    say(
+        f"target    {section.path}: {_millions(model)} M parameters, {only}{dtype_name(dtype)} on {device.type}, layers "
+        f"{list(config.target_layer_ids)} tapped, MASK is {mask_name}, fingerprint {identity.fingerprint}{_at_commit(identity)}"
+        f"  ({time.monotonic() - begin:.0f} s)"
+    )
+    return target, store, identity, config
 
 
 def lay_out(recipe: Recipe, tokenizer, drafter_config: DrafterConfig, continued: dict | None, say) -> Layout:
