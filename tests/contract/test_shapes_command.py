@@ -37,7 +37,8 @@ def test_the_file_is_what_training_plans_and_training_takes_it(chats, tmp_path, 
     shapes = Shapes.load(out)
     assert json.loads(shapes.to_json()) == told["shapes"] and told["documents"] == 60
     assert sum(one["rows"] for one in told["buckets"]) == told["rows"]
-    words = [f"target.path={TINY}", "drafter.block_size=8", "shapes.row_length=256", "drafter.num_layers=1", f"run.out={tmp_path}", "run.device=cpu"]
+    words = [f"target.path={TINY}", "drafter.block_size=8", "shapes.row_length=256", "drafter.num_layers=1"]
+    words += [f"run.out={tmp_path}", "run.device=cpu"]
     recipe = tmp_path / "recipe.toml"
     held = tmp_path / "held.jsonl"
     held.write_text("".join(chats.read_text().splitlines(keepends=True)[:3]))
