@@ -1,4 +1,6 @@
-"""`graphcap train --dry-run`: what a run would be, and what it would need, without a run's folder, an update or a file.
+"""`graphcap train --dry-run`: what a run would be, and what it would need, without a run's folder or an update.
+
+The tokens of large texts are kept for the run that follows.
 
 Calls: cli.py.
 """
@@ -41,7 +43,7 @@ def preview(recipe: Recipe, *, show: int, say) -> None:
     for document in itertools.islice(run.documents.values(), show):
         say(f"\nsupervised in {document.place}, between the marks:\n{_marked(document, run.tokenizer)}\n")
     say(f"writes    {recipe.folder}/: {', '.join(WRITTEN)}")
-    say("nothing was trained and nothing written")
+    say("nothing was trained, and no run's folder was written")
 
 
 def _marked(document: Document, tokenizer) -> str:
