@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 # Slots of one bucket tried, relative to the mean number of anchors in a full row.
 _MARGINS = (100, 101, 102, 104, 106, 110, 115, 120, 130, 145, 160, 200)
 # The grid of further buckets: lengths in eighths of the greatest, slots in hundredths of the mean for the length.
-_EIGHTHS = (8, 7, 6, 5, 4, 3, 2, 1)
-_PERCENTS = (55, 70, 80, 90, 100, 103, 108, 118, 135, 155)
+_EIGHTHS = (8, 7, 6, 4, 2, 1)
+_PERCENTS = (55, 75, 90, 100, 105, 120, 145)
 _FIRST_STEP, _LAST_STEP = 16, 64  # small moves: this part of a row, and half of it when no move helps
 _LEAST_MOVE = 5000  # saves less than this part: try smaller ones
 _MOST_ROUNDS = 6

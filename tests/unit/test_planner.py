@@ -182,11 +182,9 @@ def test_row_length_is_taken_or_refused():
 
 
 def test_file_reads_back_equal_and_stays_small(tmp_path):
-    seed = secrets.randbits(32)
-    shapes = planned(*random_data(np.random.default_rng(seed), 500))
-    path = tmp_path / "shapes.json"
+    shapes, path = a_plan(), tmp_path / "shapes.json"
     shapes.save(path)
-    assert Shapes.load(path) == shapes and Shapes.from_json(shapes.to_json()) == shapes, f"seed {seed}"
+    assert Shapes.load(path) == shapes and Shapes.from_json(shapes.to_json()) == shapes
     assert path.stat().st_size < 64 * 1024 and shapes.packing_version == PACKING_VERSION
 
 
