@@ -298,7 +298,7 @@ def _load(weights: Path, recipe: Recipe | None, target_path: str | None) -> tupl
     device, dtype = device_and_dtype(recipe.run.device if recipe else "auto", dtype_wanted)
     where = {"revision": own.revision, "trust_remote_code": own.trust_remote_code}
     model = load_model(own.path, dtype=dtype, device=device, **where)
-    check_fits(read_config(weights), model, folder=weights)
+    check_fits(read_config(weights), model.config, folder=weights)
     drafter = read_drafter(weights, dtype=dtype, device=device)
     return Target(model, drafter.config.target_layer_ids), drafter, load_tokenizer(own.path, **where)
 

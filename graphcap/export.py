@@ -174,7 +174,7 @@ def _check_target(folder: Path, config, known: Identity | None, path: str, trust
     model = load_model(
         path, revision="main", dtype=torch.bfloat16, device=torch.device("cpu"), trust_remote_code=trust_remote_code
     )
-    check_fits(config, model, folder=folder)
+    check_fits(config, model.config, folder=folder)
     found = identity_of(model, path)
     if known is not None and known.fingerprint != found.fingerprint:
         raise CheckpointError(

@@ -6,7 +6,7 @@ min(1, p/q), else one token is drawn from the normalised positive part of p - q.
 distribution of sampling from the target alone.
 
 Every function is one of logits and uniform numbers in [0, 1), so decoding launched from Python and a replayed graph share
-them, and N draws at the same logits cost one call. Capture: safe, all of them. Calls: decode.py, engine/decoding.py.
+them, and N draws at the same logits cost one call. Capture: safe, all of them. Called by decode.py and engine/decoding.py.
 Source: `match` as in z-lab/dflash 44947fb, dflash_generate; `sampled` as in Leviathan et al., arXiv 2211.17192.
 """
 
@@ -50,8 +50,9 @@ def uniforms(generator: torch.Generator, rows: int, columns: int) -> Tensor:
 
 
 def probabilities(logits_KV: Tensor, temperature: float) -> Tensor:
-    """softmax(logits ÷ temperature) in float64, [K, V]."""
-    return (logits_KV.double() / temperature).softmax(dim=-1)
+    """softmax(logits ÷ temperature) in float64, [K, V]; whatever the temperature above 0, no division overflows."""
+    logits_KV = logits_KV.double()
+    return ((logits_KV - logits_KV.amax(dim=-1, keepdim=True)) / temperature).softmax(dim=-1)
 
 
 def draw(weights_KV: Tensor, uniform_NK: Tensor) -> Tensor:

@@ -249,6 +249,15 @@ def test_temperature_0_is_the_most_likely_token_whatever_the_uniform_numbers():
     assert torch.equal(choose(logits, GREEDY, torch.rand(4, 3)), logits.argmax(-1).expand(4, 3))
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e-300, 5e-324])
+def test_a_tiny_temperature_is_greedy_and_no_garbage(temperature):
+    logits = torch.randn(5, 50, generator=torch.Generator().manual_seed(fresh_seed())) * 9 - 30
+    logits[0, :2], logits[0, 2:] = 7.0, 6.9  # two that are the largest share what there is
+    p = probabilities(logits, temperature)
+    assert torch.equal(p[0, :2], torch.tensor([0.5, 0.5], dtype=torch.float64))
+    assert torch.equal(p[1:], torch.nn.functional.one_hot(logits[1:].argmax(dim=-1), 50).double())
+
+
 def test_a_reply_repeats_with_its_seed_and_changes_with_seed_and_prompt():
     first = [uniforms(generator_of(*key), 2, 8) for key in ((0, 1), (0, 1), (1, 1), (0, 2), (1, 0))]
     assert torch.equal(first[0], first[1])
