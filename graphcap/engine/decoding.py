@@ -5,7 +5,7 @@ graph serves every step of every prompt. A rejected draft stays in the caches be
 overwritten. The prompt's forward has the prompt's shape and is launched from Python. Above temperature 0 the graphs read
 uniform numbers that the host writes before each replay, in the order in which the eager steps draw them.
 
-Calls: eval.py. The same three steps, launched from Python, are model/decode.EagerSteps.
+Called by eval.py. The same three steps, launched from Python, are model/decode.EagerSteps.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """Decoding one sequence: plain, speculative with a drafter, and prompt lookup as the baseline without a model.
 
 Speculative decoding is exact: at temperature 0 it commits plain decoding's tokens, above it tokens of plain sampling's
-distribution (sampling.py). This file knows no graph. Calls: eval.py, tests.
+distribution (sampling.py). This file knows no graph. Called by eval.py, engine/decoding.py and engine/evaluation.py.
 Source: z-lab/dflash 44947fb, dflash_generate, for the order of steps.
 """
 
@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from graphcap.model.attention import DenseAttention
 from graphcap.model.drafter import Drafter
 from graphcap.model.sampling import GREEDY, Sampling, choose, propose, uniforms, verify
 from graphcap.model.target import KeyValueCache, Target
@@ -71,14 +72,9 @@ def draft_logits(drafter: Drafter, target: Target, cache: DrafterCache, token_id
     token_ids_K = torch.full((config.block_size,), config.mask_token_id, device=device)
     token_ids_K[0] = token_id
     position_K = torch.arange(cache.length, cache.length + config.block_size, device=device)
-
-    def attend(q, k, v):  # every query of the block sees the whole context and the whole block
-        gqa = q.shape[0] != k.shape[0]
-        return torch.nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], scale=drafter.scale, enable_gqa=gqa)[
-            0
-        ]
-
-    hidden_KD = drafter(target.embed(token_ids_K), position_K, cache.context(), attend)
+    attend = DenseAttention()  # under no mask: every query of the block sees the whole context and the whole block
+    context = cache.context()
+    hidden_KD = drafter(target.embed(token_ids_K), position_K, context, lambda q, k, v: attend(q, k, v, None, drafter.scale))
     return hidden_KD[1:] @ target.head_VD.T
 
 
