@@ -235,7 +235,7 @@ def configure_drafter(recipe: Recipe, model, tokenizer) -> tuple[DrafterConfig, 
     """The drafter's sizes: the recipe's where it names them, else the target's; and what the MASK token is, in words."""
     text, wanted = model.config.get_text_config(), recipe.drafter
     if wanted.init:
-        return _configured_as(recipe, model), f"the token of {wanted.init}"
+        return _configured_as(recipe, model, tokenizer), f"the token of {wanted.init}"
     embeddings = model.get_input_embeddings().weight.shape[0]
     mask_token_id, mask_name = find_mask_token(tokenizer, embeddings, name=wanted.mask_token)
     config = _sized(recipe, text, vocab_size=embeddings, mask_token_id=mask_token_id)
@@ -265,20 +265,39 @@ def _sized(recipe: Recipe, text, *, vocab_size: int, mask_token_id: int) -> Draf
     )
 
 
-def _configured_as(recipe: Recipe, model) -> DrafterConfig:
-    """The config of `drafter.init`, if it fits the target and the recipe's own block size and layers."""
+def _configured_as(recipe: Recipe, model, tokenizer) -> DrafterConfig:
+    """The config of `drafter.init`, if it fits the target and whatever the recipe itself says of the drafter.
+
+    Raises: ConfigError naming every key that differs; CheckpointError for another target's drafter.
+    """
     wanted, loaded = recipe.drafter, read_config(Path(recipe.drafter.init))
-    check_fits(loaded, model, folder=wanted.init)
-    for name in ("block_size", "num_layers"):
-        if getattr(wanted, name) != getattr(loaded, name):
-            raise ConfigError(
-                "recipe key",
-                f"drafter.{name}",
-                expected=f"{getattr(loaded, name)}, as in {wanted.init}",
-                got=str(getattr(wanted, name)),
-                fix=f"set drafter.{name}={getattr(loaded, name)}",
-            )
+    check_fits(loaded, model.config, folder=wanted.init)
+    names = ("num_layers", "block_size", "target_layer_ids", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
+    if not wanted.target_layer_ids:
+        names += ("num_tapped_layers",)
+    there = {name: getattr(loaded, name, len(loaded.target_layer_ids)) for name in names}
+    own = {name: getattr(wanted, name) for name in names}
+    set_to = {
+        name: _listed(there[name]) for name in names if own[name] and own[name] != there[name]
+    }  # 0: as the drafter has it
+    if wanted.mask_token:
+        own["mask_token"], there["mask_token"] = wanted.mask_token, f"token {loaded.mask_token_id}"
+        if find_mask_token(tokenizer, loaded.vocab_size, name=wanted.mask_token)[0] != loaded.mask_token_id:
+            set_to["mask_token"] = ""
+    if set_to:
+        raise ConfigError(
+            "recipe key",
+            ", ".join(f"drafter.{name}" for name in set_to),
+            expected=f"{'; '.join(_listed(there[name]) for name in set_to)}, as in {wanted.init}",
+            got="; ".join(_listed(own[name]) for name in set_to),
+            fix="set " + " ".join(f"drafter.{name}={value}" for name, value in set_to.items()),
+        )
     return loaded
+
+
+def _listed(value) -> str:
+    """A recipe's value as an override spells it."""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def make_drafter(recipe: Recipe, drafter_config: DrafterConfig) -> Drafter:

@@ -105,7 +105,7 @@ def _add_eval(verbs) -> None:
     evaluate.add_argument(
         "folders", metavar="RUN-or-FOLDER", nargs="+", help="a run's folder, or a drafter's folder in z-lab's format"
     )
-    evaluate.add_argument("--target", help="the target's folder; a run knows its own")
+    _add_target(evaluate, "the target, a folder or a Hub name; a run knows its own")
     evaluate.add_argument(
         "--prompts", action="append", default=[], metavar="FILE", help="JSONL of conversations; a run: its held-out ones"
     )
@@ -130,6 +130,7 @@ def _add_eval(verbs) -> None:
     evaluate.add_argument(
         "--show", type=_positive, metavar="N", default=0, help="print N replies: committed runs shaded, refused drafts struck"
     )
+    evaluate.add_argument("--eager", action="store_true", help="launch the steps from Python instead of replaying CUDA graphs")
     evaluate.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
     evaluate.set_defaults(run=_eval, parser=evaluate)
 
@@ -140,8 +141,25 @@ def _add_export(verbs) -> None:
     export.add_argument("out", metavar="OUT", nargs="?", help="the folder to make")
     export.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: as the run saved it")
     export.add_argument("--check", metavar="FOLDER", help="say whether a drafter's folder in z-lab's format is whole and sound")
-    export.add_argument("--target", help="with --check: a target that it has to fit, folder or Hub name")
+    _add_target(export, "with --check: a target that it has to fit, folder or Hub name")
     export.set_defaults(run=_export, parser=export)
+
+
+def _add_target(verb: argparse.ArgumentParser, text: str) -> None:
+    verb.add_argument("--target", help=text)
+    verb.add_argument("--revision", help="of --target, where it is a Hub name; target.revision's default")
+    verb.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with --target")
+
+
+def _target_of(options):
+    """The target of the options, as a recipe has it, or None."""
+    from graphcap.config import Target
+
+    given = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
+    given = {name: value for name, value in given.items() if value}
+    if options.target is None and given:
+        options.parser.error("--revision and --trust-remote-code belong to --target")
+    return None if options.target is None else Target(path=options.target, **given)
 
 
 def _add_extract(verbs) -> None:
@@ -318,6 +336,7 @@ def _export(options) -> int:
     wrong = not (options.source and options.out) if options.check is None else options.source
     if wrong:
         options.parser.error("give RUN and OUT, or --check FOLDER; for example: graphcap export runs/out/tiny drafter")
+    target = _target_of(options)
     from graphcap.ops.progress import quiet_libraries, silence_transformers
 
     quiet_libraries(None)
@@ -327,7 +346,7 @@ def _export(options) -> int:
     if options.check is None:
         export.export(options.source, options.out, dtype=options.dtype, say=_say)
     else:
-        for line in export.check(options.check, target_path=options.target):
+        for line in export.check(options.check, target=target):
             _say(line)
         _say("whole and sound")
     return 0
@@ -389,6 +408,7 @@ def _doctor(options) -> int:
 
 
 def _eval(options) -> int:
+    target = _target_of(options)
     from graphcap.ops.progress import quiet_libraries, silence_transformers
 
     quiet_libraries(None)
@@ -397,8 +417,7 @@ def _eval(options) -> int:
     silence_transformers()
     settings = {"prompts": options.num_prompts, "max_new_tokens": options.max_new_tokens, "passes": options.passes}
     settings |= {"temperature": options.temperature, "rule": options.rule, "seed": options.seed}
-    results = run_eval(
-        options.folders, target_path=options.target, prompt_paths=options.prompts, settings=settings, show=options.show
-    )
+    settings |= {"show": options.show, "eager": options.eager}
+    results = run_eval(options.folders, target=target, prompt_paths=options.prompts, settings=settings)
     print_results(results, as_json=options.json, terminal=sys.stdout.isatty())
     return 0

@@ -19,20 +19,21 @@ from graphcap.config import Eval as EvalSection
 from graphcap.config import Recipe, load_recipe
 from graphcap.config import Run as RunSection
 from graphcap.config import Target as TargetSection
-from graphcap.data.conversations import Document, load_documents, prompt_of, read_conversations
-from graphcap.data.templates import BadConversation
+from graphcap.data.conversations import Document
+from graphcap.data.prompts import counted, load_prompts
+from graphcap.data.sources import short
 from graphcap.engine.decoding import FixedSteps
 from graphcap.engine.guard import use_deterministic_math
-from graphcap.errors import ConfigError, DataError
+from graphcap.errors import ConfigError
 from graphcap.model.decode import EagerSteps, Reply, decode_plain, decode_speculative, prompt_lookup_committed
 from graphcap.model.drafter import Drafter
 from graphcap.model.ends import TargetEnds
 from graphcap.model.identity import identity_of
-from graphcap.model.loading import device_and_dtype, dtype_name, load_model, load_tokenizer
+from graphcap.model.loading import device_and_dtype, dtype_name, load_config, load_model, load_tokenizer
 from graphcap.model.sampling import Sampling, generator_of
 from graphcap.model.target import Target
 from graphcap.ops import checkpoint, report
-from graphcap.ops.export import WEIGHTS, check_fits, read_config, read_drafter, read_target
+from graphcap.ops.export import WEIGHTS, check_fits, read_drafter, read_target
 
 TIE = 1e-4  # two largest logits closer than this in float32: greedy decoding has no one right answer
 
@@ -69,36 +70,11 @@ class Measured:
 
 
 def prompts_of(documents: list[Document], *, count: int) -> list[list[int]]:
-    """The first `count` documents up to their first supervised token: what the target is served, header included."""
-    return [d.token_ids[: int(np.argmax(d.loss_mask))].tolist() for d in documents[:count]]
+    """The first `count` documents up to their first supervised token, header included.
 
-
-def load_prompts(paths: list[str], tokenizer, *, count: int, on_bad_line: str) -> list[list[int]]:
-    """The first `count` conversations up to the first assistant turn, or to the first supervised token of a tokenised row.
-
-    Raises: DataError if the files hold none, or with "error" naming the place of one that cannot be used.
+    `load_prompts` asks the template instead, which may write more before the words than it asks with: an empty think block.
     """
-    prompts = []
-    for conversation in read_conversations(paths, on_bad_line=on_bad_line, dropped=Counter()):
-        try:
-            prompt = prompt_of(conversation, tokenizer)
-        except BadConversation:
-            if on_bad_line == "error":
-                raise
-            continue
-        if prompt:
-            prompts.append(prompt)
-        if len(prompts) == count:
-            break
-    if not prompts:
-        raise DataError(
-            "prompts",
-            ", ".join(paths),
-            expected="at least one conversation with a user turn",
-            got="none",
-            fix="give conversations that begin with a user turn",
-        )
-    return prompts
+    return [d.token_ids[: int(np.argmax(d.loss_mask))].tolist() for d in documents[:count]]
 
 
 def stop_ids_of(model, tokenizer) -> set[int]:
@@ -178,7 +154,8 @@ def _decoder(target: Target, drafter: Drafter, prompts: Prompts, note):
         for number, prompt in enumerate(prompts.token_ids):
             if note is not None:
                 note("decode")
-            replies.append(way(*who, prompt, steps=steps, generator=generator_of(prompts.seed, number), **limits))
+            steps.generator = generator_of(prompts.seed, number)
+            replies.append(way(*who, prompt, steps=steps, **limits))
         return replies
 
     try:
@@ -237,16 +214,17 @@ def compare(plain: list[Reply], drafted: list[Reply], *, tie: float) -> dict:
     return {"equal": equal, "ties": ties, "differences": differences, "tie_below": tie}
 
 
-def run_eval(folders: list[str], *, target_path: str | None, prompt_paths: list[str], settings: dict, show: int) -> list[dict]:
+def run_eval(folders: list[str], *, target: TargetSection | None, prompt_paths: list[str], settings: dict) -> list[dict]:
     """Measure every run or drafter folder; the verb `eval`.
 
-    target_path and prompt_paths: as the run has them where not given. settings: prompts, max_new_tokens, passes, temperature,
-    rule and seed, or None for the run's. show: how many replies of each folder the results hold as text. Folders with the same
-    target and prompts share plain decoding; `baseline` numbers what they are compared with.
-    Raises: ConfigError if a folder is neither a run nor a drafter, or if a drafter folder comes without target and prompts.
+    target and prompt_paths: as the run has them where not given. settings: prompts, max_new_tokens, passes, temperature, rule
+    and seed, or None for the run's; show, how many replies of each folder the results hold as text; eager, no graphs. Folders
+    with the same target and prompts share plain decoding; `baseline` numbers what they are compared with.
+    Raises: ConfigError if a folder is neither a run nor a drafter, or if a drafter folder comes without target and prompts;
+    CheckpointError for a drafter that is damaged or another target's: before anything is decoded.
     """
     found = []
-    for folder in map(Path, folders):  # every folder is looked at before the first is decoded
+    for folder in map(Path, folders):
         recipe = load_recipe(folder / "config.toml") if (folder / "config.toml").is_file() else None
         weights = checkpoint.best(folder / "checkpoints") or checkpoint.newest(folder / "checkpoints")[0] if recipe else folder
         if weights is None or not (weights / WEIGHTS).is_file():
@@ -257,7 +235,7 @@ def run_eval(folders: list[str], *, target_path: str | None, prompt_paths: list[
                 got="neither",
                 fix="give runs/out/NAME, or a folder in z-lab's format",
             )
-        if recipe is None and not (target_path and prompt_paths):
+        if recipe is None and not (target and prompt_paths):
             raise ConfigError(
                 "folder",
                 folder,
@@ -265,20 +243,22 @@ def run_eval(folders: list[str], *, target_path: str | None, prompt_paths: list[
                 got="only the folder",
                 fix=f"graphcap eval {folder} --target FOLDER --prompts FILE.jsonl",
             )
-        found.append((folder, weights, recipe))
+        own = target or recipe.target
+        drafter = read_drafter(weights, dtype=torch.float32, device=torch.device("cpu"))
+        check_fits(drafter.config, load_config(own.path, **_where(own)), folder=weights)
+        found.append((folder, weights, recipe, own))
     use_deterministic_math()
     known: dict[tuple, Plain] = {}
     return [
-        {"folder": str(folder), **_measure_folder(weights, recipe, target_path, prompt_paths, settings | {"show": show}, known)}
-        for folder, weights, recipe in found
+        {"folder": str(folder), **_measure_folder(weights, recipe, own, prompt_paths, settings, known)}
+        for folder, weights, recipe, own in found
     ]
 
 
-def _measure_folder(weights, recipe, target_path, prompt_paths, settings, known) -> dict:
+def _measure_folder(weights, recipe, own: TargetSection, prompt_paths, settings, known) -> dict:
     """One folder's result. known: plain decoding of the folders before, by target and prompts; this one's is added."""
-    target, drafter, tokenizer = _load(weights, recipe, target_path)
-    prompts = _prompts(target, tokenizer, recipe, prompt_paths, settings)
-    own = TargetSection(path=target_path) if target_path else recipe.target
+    target, drafter, tokenizer = _load(weights, recipe, own)
+    prompts, said = _prompts(target, tokenizer, recipe, prompt_paths, settings)
     key = (own.path, own.revision, target.head_VD.dtype, target.head_VD.device, repr(prompts))
     measured = measure(target, drafter, prompts, before=None, say=lambda line: None, plain=known.get(key))
     known.setdefault(key, measured.plain)
@@ -287,42 +267,51 @@ def _measure_folder(weights, recipe, target_path, prompt_paths, settings, known)
     trained_for, here = read_target(weights), identity_of(target.model, own.path)
     if trained_for is not None and trained_for.fingerprint != here.fingerprint:
         place["other_target"] = f"trained for {trained_for}; measured on {here}"
-    return {**measured.result, **place, **({"shown": shown} if shown else {})}
+    return {**measured.result, **place, **said, **({"shown": shown} if shown else {})}
 
 
-def _load(weights: Path, recipe: Recipe | None, target_path: str | None) -> tuple:
+def _where(own: TargetSection) -> dict:
+    return {"revision": own.revision, "trust_remote_code": own.trust_remote_code}
+
+
+def _load(weights: Path, recipe: Recipe | None, own: TargetSection) -> tuple:
     """Target, drafter and tokenizer of a folder, on the device and in the dtype of its run or the defaults."""
-    own = TargetSection(path=target_path) if target_path else recipe.target
     wanted = [recipe.eval.dtype if recipe else "auto", own.dtype]
     dtype_wanted = next((name for name in wanted if name != "auto"), "auto")
     device, dtype = device_and_dtype(recipe.run.device if recipe else "auto", dtype_wanted)
-    where = {"revision": own.revision, "trust_remote_code": own.trust_remote_code}
-    model = load_model(own.path, dtype=dtype, device=device, **where)
-    check_fits(read_config(weights), model, folder=weights)
+    model = load_model(own.path, dtype=dtype, device=device, **_where(own))
     drafter = read_drafter(weights, dtype=dtype, device=device)
-    return Target(model, drafter.config.target_layer_ids), drafter, load_tokenizer(own.path, **where)
+    return Target(model, drafter.config.target_layer_ids), drafter, load_tokenizer(own.path, **_where(own))
 
 
-def _prompts(target: Target, tokenizer, recipe: Recipe | None, prompt_paths: list[str], settings: dict) -> Prompts:
+def _prompts(target: Target, tokenizer, recipe: Recipe | None, prompt_paths: list[str], settings: dict) -> tuple[Prompts, dict]:
+    """The prompts, and what the result says of them."""
     evaluation, data = recipe.eval if recipe else EvalSection(), recipe.data if recipe else DataSection()
-    run = recipe.run if recipe else RunSection()
-    chosen = {
-        name: value if value is not None else run.seed if name == "seed" else getattr(evaluation, name)
-        for name, value in settings.items()
-    }
-    if prompt_paths:
-        texts = load_prompts(prompt_paths, tokenizer, count=chosen["prompts"], on_bad_line=data.on_bad_line)
-    else:
-        limits = {"max_length": data.max_length, "on_long": data.on_long, "on_bad_line": data.on_bad_line}
-        texts = prompts_of(load_documents(data.held_out, tokenizer, **limits).documents, count=chosen["prompts"])
-    return Prompts(
+    seed = (recipe.run if recipe else RunSection()).seed
+
+    def chosen(name: str):
+        return settings[name] if settings[name] is not None else getattr(evaluation, name)
+
+    dropped: Counter = Counter()
+    texts = load_prompts(
+        prompt_paths or data.held_out,
+        tokenizer,
+        count=chosen("prompts"),
+        on_bad_line=data.on_bad_line,
+        max_length=target.model.config.get_text_config().max_position_embeddings - 1,
+        dropped=dropped,
+    )
+    prompts = Prompts(
         token_ids=texts,
         stop_ids=stop_ids_of(target.model, tokenizer),
-        max_new_tokens=chosen["max_new_tokens"],
-        passes=chosen["passes"],
-        sampling=Sampling(temperature=chosen["temperature"], rule=chosen["rule"]),
-        seed=chosen["seed"],
+        max_new_tokens=chosen("max_new_tokens"),
+        passes=chosen("passes"),
+        sampling=Sampling(temperature=chosen("temperature"), rule=chosen("rule")),
+        seed=seed if settings["seed"] is None else settings["seed"],
+        eager=settings["eager"],
     )
+    said = {"prompts_from": f"prompts of {', '.join(map(short, prompt_paths))}"} if prompt_paths else {}
+    return prompts, said | ({"not_used": f"conversations not used: {counted(dropped)}"} if dropped else {})
 
 
 def print_results(results: list[dict], *, as_json: bool, terminal: bool) -> None:

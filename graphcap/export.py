@@ -3,20 +3,23 @@
 The format is z-lab's (ops/export.py): config.json and model.safetensors. A checkpoint has both, so an export copies them, in
 another dtype if asked, and adds a README.md that says which target the drafter is for and what was measured.
 
-Calls: cli.py.
+Called by cli.py.
 """
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
 
 import torch
 
+from graphcap.config import Target as TargetSection
 from graphcap.errors import CheckpointError, ConfigError
+from graphcap.model.attention import DenseAttention
 from graphcap.model.drafter import Drafter
 from graphcap.model.identity import Identity, identity_of
 from graphcap.model.loading import load_model
-from graphcap.ops import checkpoint, runfolder
+from graphcap.ops import checkpoint, report, runfolder
 from graphcap.ops.export import CONFIG, WEIGHTS, check_fits, config_document, read_config, read_drafter, read_target
 
 CARD = "README.md"
@@ -29,7 +32,7 @@ def export(source: str, out: str, *, dtype: str, say) -> Path:
     dtype: "auto" keeps the checkpoint's; else "float32" or "bfloat16". say: called with each line for people.
     Raises: ConfigError if `out` holds anything; CheckpointError if no checkpoint is complete, or if the disk refuses.
     """
-    source, out = Path(source), Path(out)
+    source, out = Path(source), Path(out).resolve()
     weights = _weights_of(source)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(
@@ -40,16 +43,16 @@ def export(source: str, out: str, *, dtype: str, say) -> Path:
     wanted = kept if dtype == "auto" else getattr(torch, dtype)
     tensors = {name: tensor.to(wanted) for name, tensor in checkpoint.load_tensors(weights, WEIGHTS).items()}
     beside = out.with_name(f".{out.name}.partial")
+    above = [folder for folder in out.parents if not folder.exists()]
+    fix = "free space, or export to another disk"
+    checkpoint.check_room(out, checkpoint.needed_bytes({WEIGHTS: tensors}), fix=fix)
     try:
         shutil.rmtree(beside, ignore_errors=True)  # of an export that was killed
         beside.mkdir(parents=True)
-        checkpoint.check_room(beside, checkpoint.needed_bytes({WEIGHTS: tensors}))
         checkpoint.write_tensors(beside / WEIGHTS, tensors)
         checkpoint.write_json(beside / CONFIG, config_document(config, wanted, target))
         checkpoint.write_text(beside / CARD, _card(source, weights, config, target))
-        if out.exists():
-            out.rmdir()
-        beside.rename(out)
+        beside.rename(out)  # takes an empty folder's place, too
     except OSError as error:
         raise CheckpointError(
             "export",
@@ -57,8 +60,13 @@ def export(source: str, out: str, *, dtype: str, say) -> Path:
             expected="a folder that can be written",
             got=error.strerror or str(error),
             cause="the run is as it was",
-            fix="free space or mend the rights, then give the same command again",
+            fix=f"{fix}; or mend the folder's rights",
         ) from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+        with contextlib.suppress(OSError):  # what holds something stays: after a success, all of them
+            for folder in above:
+                folder.rmdir()
     say(f"exported  {weights.name} of {source} to {out}: {CONFIG}, {WEIGHTS} ({wanted}), {CARD}".replace("torch.", ""))
     return out
 
@@ -97,36 +105,34 @@ def _card(source: Path, weights: Path, config, target: Identity | None) -> str:
         "Trained with graphcap; config.json and model.safetensors are in z-lab's format. The target's embedding and head are",
         "used with it and are not in these files.",
     ]
-    result = _result_of(source, weights)
-    if result is not None:
-        measured = result["after"]
-        lines += [
-            "",
-            f"Measured on {result['prompts']} held-out prompts at temperature 0 in {result['dtype']}, at most "
-            f"{result['max_new_tokens']} new tokens: acceptance length {measured['tau']:.2f} tokens a verification (pooled, "
-            f"95 % interval {measured['low']:.2f} to {measured['high']:.2f}); prompt lookup without a model: "
-            f"{result['prompt_lookup']['tau']:.2f}.",
-        ]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_measured(source, weights)]) + "\n"
 
 
-def _result_of(source: Path, weights: Path) -> dict | None:
-    """The run's result, if it is of these weights."""
+def _measured(source: Path, weights: Path) -> list[str]:
+    """What the run measured with these weights; nothing where its result is of others, or cannot be read."""
     try:
         result = json.loads((source / runfolder.RESULT).read_text(encoding="utf-8"))
-        return result if result["weights"] == f"checkpoints/{weights.name}" else None
-    except FileNotFoundError:
-        return None
+        if result["weights"] != f"checkpoints/{weights.name}":
+            return []
+        tau, low, high = (report.number(result["after"][name]) for name in ("tau", "low", "high"))
+        return [
+            "",
+            f"Measured on {result['prompts']} held-out prompts at {report.sampling_text(result)} in {result['dtype']}, at most "
+            f"{result['max_new_tokens']} new tokens: acceptance length {tau} tokens a verification (pooled, 95 % interval "
+            f"{low} to {high}); prompt lookup without a model: {report.number(result['prompt_lookup']['tau'])}.",
+        ]
+    except (OSError, ValueError, KeyError, TypeError):  # no result yet, or no result of ours: the card goes without
+        return []
 
 
-def check(folder: str, *, target_path: str | None, trust_remote_code: bool = False) -> list[str]:
+def check(folder: str, *, target: TargetSection | None) -> list[str]:
     """What a drafter's folder holds, one line each, if all of it is whole and sound. Writes nothing.
 
-    target_path: also compare it with this target, a folder or a Hub name.
+    target: also compare it with this one.
     Raises: CheckpointError naming the first thing that is wrong.
     """
     folder = Path(folder)
-    config, target = read_config(folder), read_target(folder)
+    config, known = read_config(folder), read_target(folder)
     drafter = read_drafter(folder, dtype=torch.float32, device=torch.device("cpu"))
     lines = [
         f"config    block {config.block_size}, layers {config.num_layers}, taps {list(config.target_layer_ids)} of "
@@ -135,10 +141,10 @@ def check(folder: str, *, target_path: str | None, trust_remote_code: bool = Fal
     ]
     _check_numbers(folder, drafter)
     lines.append("numbers   finite, and so is a forward on random features")
+    if known is not None:
+        lines.append(f"target    {known}")
     if target is not None:
-        lines.append(f"target    {target}")
-    if target_path:
-        lines.append(_check_target(folder, config, target, target_path, trust_remote_code))
+        lines.append(_check_target(folder, config, known, target))
     return lines
 
 
@@ -151,7 +157,8 @@ def _check_numbers(folder: Path, drafter: Drafter) -> None:
         features = torch.randn(8, len(config.target_layer_ids) * config.hidden_size, generator=generator)
         block = torch.randn(config.block_size, config.hidden_size, generator=generator)
         context = drafter.context(features, torch.arange(8))
-        hidden = drafter(block, 7 + torch.arange(config.block_size), context, _attend_to_all(drafter.scale))
+        attend, position = DenseAttention(), 7 + torch.arange(config.block_size)
+        hidden = drafter(block, position, context, lambda q, k, v: attend(q, k, v, None, drafter.scale))
         wrong = [] if hidden.isfinite().all() else ["a forward on random features is not finite"]
     if wrong:
         raise CheckpointError(
@@ -163,19 +170,11 @@ def _check_numbers(folder: Path, drafter: Drafter) -> None:
         )
 
 
-def _attend_to_all(scale: float):
-    """Attention that hides nothing: every block token sees the context and the block."""
-    from torch.nn.functional import scaled_dot_product_attention as attention
-
-    return lambda q, k, v: attention(q[None], k[None], v[None], scale=scale, enable_gqa=q.shape[0] != k.shape[0])[0]
-
-
-def _check_target(folder: Path, config, known: Identity | None, path: str, trust_remote_code: bool) -> str:
-    model = load_model(
-        path, revision="main", dtype=torch.bfloat16, device=torch.device("cpu"), trust_remote_code=trust_remote_code
-    )
-    check_fits(config, model, folder=folder)
-    found = identity_of(model, path)
+def _check_target(folder: Path, config, known: Identity | None, target: TargetSection) -> str:
+    where = {"revision": target.revision, "trust_remote_code": target.trust_remote_code}
+    model = load_model(target.path, dtype=torch.bfloat16, device=torch.device("cpu"), **where)
+    check_fits(config, model.config, folder=folder)
+    found = identity_of(model, target.path)
     if known is not None and known.fingerprint != found.fingerprint:
         raise CheckpointError(
             "drafter folder",

@@ -1,6 +1,6 @@
 """What ran on which versions: the environment of a run, and whether this torch has run on a GPU here before.
 
-Calls: train.py. Loads torch only inside `environment`.
+Called by train.py, build.py, ops/device.py and ops/machine.py. Loads torch only inside `environment`.
 """
 
 import platform

@@ -25,6 +25,7 @@ import json
 import sys
 import tempfile
 import time
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -513,8 +514,10 @@ def run_job(run: Path | None, drafter: Path | None, target: str | None, conversa
         return load_model(target, revision="main", dtype=torch.float32, device=CPU, trust_remote_code=False)
 
     tokenizer = load_tokenizer(target, revision="main", trust_remote_code=False)
-    loaded = load_prompts(paths, tokenizer, count=prompts, on_bad_line="error")
-    return Job(drafter, load_target, loaded, stop_ids_of(load_target(), tokenizer), new_tokens)
+    model = load_target()
+    limits = {"on_bad_line": "error", "max_length": model.config.get_text_config().max_position_embeddings - 1}
+    loaded = load_prompts(paths, tokenizer, count=prompts, dropped=Counter(), **limits)
+    return Job(drafter, load_target, loaded, stop_ids_of(model, tokenizer), new_tokens)
 
 
 def quiet_transformers() -> None:

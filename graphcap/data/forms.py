@@ -8,7 +8,8 @@ Row forms, by the keys that a row has (the first that fits, in this order):
 * `input_ids` + `loss_mask`: already tokenised; passes as it is, once checked.
 
 A file has one form, that of its first row that has any; a row without the keys of that form is a bad row. The row's
-`tools` (a list, or that list as JSON text) and all keys of a message go to the chat template. Content may be absent or
+`tools` (a list, or that list as JSON text) and all keys of a message go to the chat template; the row's `system`, a text,
+goes before the messages. Content may be absent or
 null where tool calls or reasoning stand. Called by conversations.py.
 """
 
@@ -84,7 +85,7 @@ def conversation_of(row: Row, form: str) -> Conversation:
             expected = f"at least one message in the list '{form}'"
             raise row.bad("messages empty or no list", expected=expected, got=got, fix=_MESSAGES_FIX)
     messages = [_message(message, number, row, form) for number, message in enumerate(messages, start=1)]
-    return Conversation(row.source, row.line, messages, _tools(row))
+    return Conversation(row.source, row.line, _system(row, messages) + messages, _tools(row))
 
 
 def _message(message: object, number: int, row: Row, form: str) -> dict:
@@ -115,6 +116,20 @@ def _message(message: object, number: int, row: Row, form: str) -> dict:
     _check_text(message, f"message {number}", row)
     content = {"content": message[names[1]]} if names[1] in message else {}
     return {"role": role, **content} | {key: value for key, value in message.items() if key not in names}
+
+
+def _system(row: Row, messages: list[dict]) -> list[dict]:
+    """The row's `system` as a message to stand before the others; none for none. Raises: BadLine."""
+    text, fix = row.value.get("system"), "write the system message in one place, as text"
+    if text is None or text == "":
+        return []
+    if not isinstance(text, str):
+        raise row.bad("broken system message", expected="text as 'system'", got=_kind(text), fix=fix)
+    if messages[0]["role"] == "system":
+        got = "both the key 'system' and a first message of that role"
+        raise row.bad("two system messages", expected="one system message", got=got, fix=fix)
+    _check_text(text, "'system'", row)
+    return [{"role": "system", "content": text}]
 
 
 def _tools(row: Row) -> list[dict] | None:

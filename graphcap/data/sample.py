@@ -1,8 +1,9 @@
 """A document as text with the supervised spans marked, for people to look at before they train. Reads no files.
 
-Called by train --dry-run --show.
+Called by preview.py (train --dry-run --show); `harmless` also by ops/report.py.
 """
 
+import unicodedata
 from itertools import pairwise
 
 import numpy as np
@@ -16,8 +17,8 @@ TERMINAL_MARKS = ("\x1b[7m", "\x1b[27m")  # reverse video, and back
 def supervised_text(document: Document, tokenizer, *, marks: tuple[str, str]) -> str:
     """The document's text, special tokens included, with each supervised span between the two marks.
 
-    marks: PLAIN_MARKS or TERMINAL_MARKS. Control characters of the text are spelled out (`\\x1b`), new lines and tabs
-    apart, so data cannot steer the terminal. A character whose tokens are only in part supervised shows as U+FFFD.
+    marks: PLAIN_MARKS or TERMINAL_MARKS. Data cannot steer the terminal: see `harmless`.
+    A character whose tokens are only in part supervised shows as U+FFFD.
     """
     ids, mask = document.token_ids, document.loss_mask
     borders = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]
@@ -27,7 +28,7 @@ def supervised_text(document: Document, tokenizer, *, marks: tuple[str, str]) ->
     if "".join(pieces) != whole and all(whole.startswith(prefix) for prefix in prefixes):
         # Tokenizers that put a space before a text take one away again where a piece is decoded alone.
         pieces = [whole[len(before) : len(after)] for before, after in pairwise(prefixes)]
-    texts = [_visible(piece) for piece in pieces]
+    texts = [harmless(piece) for piece in pieces]
     return "".join(f"{marks[0]}{text}{marks[1]}" if mask[start] else text for start, text in zip(borders, texts, strict=False))
 
 
@@ -35,11 +36,14 @@ def _decode(tokenizer, ids: np.ndarray) -> str:
     return tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-def _visible(text: str) -> str:
-    # C0, DEL and C1, and the marks that turn the direction of writing; other unprintables are harmless to a terminal.
+def harmless(text: str) -> str:
+    """The text with all that could steer a terminal or turn the direction of writing written out (`\\x1b`, `\\u202e`).
+
+    New lines, tabs, and the two joiners, which make one picture or letter of several, stay.
+    """
     return "".join(
-        repr(c)[1:-1]
-        if (ord(c) < 32 and c not in "\n\t") or 127 <= ord(c) < 160 or c in "\u202a\u202b\u202d\u202e\u2066\u2067"
+        c.encode("unicode_escape").decode()
+        if c not in "\n\t\u200c\u200d" and unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")
         else c
         for c in text
     )

@@ -3,7 +3,7 @@
 Which body runs is chosen by the device when the model is built, never by a failure. On CUDA the block mask is built
 analytically from the visibility's intervals: no Q×KV boolean ever exists there.
 
-Calls: model/drafter.py, model/target.py.
+Called by model/target.py, model/decode.py, engine/step.py, engine/audit.py, ops/device.py and export.py.
 """
 
 import functools
@@ -33,8 +33,11 @@ class DenseAttention:
         key = torch.arange(visibility.num_context + num_draft, device=device)[None, :]
         return visibility.predicate()(None, None, query, key)
 
-    def __call__(self, q_HQC: Tensor, k_GSC: Tensor, v_GSC: Tensor, mask: Tensor, scale: float) -> Tensor:
-        """Attention output [H, Q, C]. q: [H, Q, C]; k, v: [G, S, C] with G key heads that divide H. mask: bool [Q, S]."""
+    def __call__(self, q_HQC: Tensor, k_GSC: Tensor, v_GSC: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        """Attention output [H, Q, C]. q: [H, Q, C]; k, v: [G, S, C] with G key heads that divide H.
+
+        mask: bool [Q, S], or None where nothing is hidden.
+        """
         gqa = q_HQC.shape[0] != k_GSC.shape[0]
         return F.scaled_dot_product_attention(
             q_HQC[None], k_GSC[None], v_GSC[None], attn_mask=mask, scale=scale, enable_gqa=gqa

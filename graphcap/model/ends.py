@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from graphcap.errors import ConfigError
 from graphcap.model.identity import Identity, fingerprint_by
-from graphcap.model.loading import load_config, no_target
+from graphcap.model.loading import load_config, no_target, reading
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
@@ -73,11 +73,8 @@ def load_skeleton(path: str, *, revision: str, trust_remote_code: bool) -> nn.Mo
     from transformers import AutoModelForCausalLM
 
     config = load_config(path, revision=revision, trust_remote_code=trust_remote_code)
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise no_target(path, error) from error
+    with reading(path, "its config cannot be used"), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     return model.requires_grad_(False).eval()
 
 
@@ -123,7 +120,7 @@ class TargetFiles:
         found = {name: self._name(name, shape) for name, shape in shapes.items()}
         if not all(name and self.entries[name].dtype in DTYPES for name in found.values()):
             return None
-        return fingerprint_by(skeleton, lambda name, place: _elements(self.entries[found[name]], place))
+        return fingerprint_by(skeleton, lambda name: _whole(self.entries[found[name]]))
 
     def _name(self, name: str, shape: tuple[int, ...]) -> str | None:
         """The file's name of the model's tensor: the same, or the only one that ends alike (behind another prefix)."""
@@ -182,9 +179,8 @@ def _entries(path: Path) -> dict[str, Entry]:
     }
 
 
-def _elements(entry: Entry, place: Tensor) -> Tensor:
-    """Some elements of a flattened tensor, read one by one."""
+def _whole(entry: Entry) -> Tensor:
+    """A tensor of a file, mapped and not yet read."""
     dtype = DTYPES[entry.dtype]
-    bits = np.memmap(entry.file, np.dtype(f"<u{dtype.itemsize}"), "r", entry.begin, (int(np.prod(entry.shape)),))
-    picked = torch.from_numpy(bits[place.numpy()].view(f"<i{dtype.itemsize}"))
-    return picked.view(dtype)
+    bits = np.memmap(entry.file, np.dtype(f"<i{dtype.itemsize}"), "c", entry.begin, entry.shape)
+    return torch.from_numpy(bits).view(dtype)

@@ -2,9 +2,10 @@
 
 Whatever is missing, broken or refused is a ConfigError that names the path and the cause.
 
-Calls: build.py, eval.py, export.py, ops/export.py.
+Called by build.py, train.py, eval.py, export.py, model/ends.py and ops/export.py.
 """
 
+import contextlib
 from pathlib import Path
 
 import torch
@@ -35,54 +36,68 @@ def dtype_name(dtype: torch.dtype) -> str:
 def load_model(path: str, *, revision: str, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> nn.Module:
     """A causal language model of transformers, from a folder or a Hub name, frozen, in eval mode.
 
-    Raises: ConfigError if there is none, or if its files lack a tensor, naming the path.
+    Raises: ConfigError if there is none, if it is quantised, or if its files lack a tensor, naming the path.
     """
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
-    try:
+    where = {"revision": revision, "trust_remote_code": trust_remote_code}
+    load_config(path, **where)  # refuses what would be loaded as something else
+    with reading(path, "its config or its safetensors cannot be used"):
         model, loaded = AutoModelForCausalLM.from_pretrained(
-            path,
-            revision=revision,
-            dtype=dtype,
-            trust_remote_code=trust_remote_code,
-            use_safetensors=True,
-            output_loading_info=True,
+            path, dtype=dtype, use_safetensors=True, output_loading_info=True, **where
         )
-    except SafetensorError as error:
-        raise no_target(path, ValueError(f"its safetensors cannot be read ({error})")) from error
-    except (OSError, ValueError) as error:
-        raise no_target(path, error) from error
-    except RuntimeError as error:
-        if "size mismatch" not in str(error) and "mismatched" not in str(error):
-            raise
-        raise no_target(path, ValueError("its tensors have other sizes than its config.json says")) from error
     if loaded["missing_keys"]:  # transformers would fill them with random numbers
         raise no_target(path, ValueError(f"its files lack {', '.join(sorted(loaded['missing_keys'])[:4])}"))
     return model.requires_grad_(False).eval().to(device)
 
 
 def load_config(path: str, *, revision: str, trust_remote_code: bool):
-    """The target's config alone. Raises: ConfigError if there is none, naming the path."""
+    """The target's config alone. Raises: ConfigError if there is none or if it is quantised, naming the path."""
     from transformers import AutoConfig
 
-    try:
-        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise no_target(path, error) from error
+    with reading(path, "its config cannot be read"):
+        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+        text = config.get_text_config()
+        for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size"):
+            if getattr(text, name, None) is not None and getattr(text, name) < 1:
+                raise ValueError(f"its config has {name} = {getattr(text, name)}")
+    for one in (config, text):
+        if getattr(one, "quantization_config", None):
+            raise ConfigError(
+                "recipe key",
+                "target.path",
+                expected="a target in float32, bfloat16 or float16",
+                got=f"'{path}', whose weights are quantised",
+                cause="quantised targets are not supported",
+                fix="use the model that it was quantised from",
+            )
+    return config
 
 
 def load_tokenizer(path: str, *, revision: str, trust_remote_code: bool):
     """The target's tokenizer. Raises: ConfigError if there is none, naming the path."""
     from transformers import AutoTokenizer
 
-    try:
+    with reading(path, "the tokenizer's files cannot be read"):
         return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+
+
+@contextlib.contextmanager
+def reading(path: str, what: str):
+    """Turn whatever transformers runs into on wrong files into a ConfigError. Want of memory is no fault of the files."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except (OSError, ValueError) as error:
         raise no_target(path, error) from error
-    except Exception as error:  # the tokenizers library raises whatever its reading of a broken file runs into
-        cause = ValueError(f"the tokenizer's files cannot be read ({type(error).__name__}: {error})")
-        raise no_target(path, cause) from error
+    except Exception as error:
+        if "can't allocate memory" in str(error):  # of a CPU
+            raise
+        if "size mismatch" in str(error) or "mismatched" in str(error):
+            raise no_target(path, ValueError("its tensors have other sizes than its config.json says")) from error
+        said = " ".join(str(error).split())[:200]
+        raise no_target(path, ValueError(f"{what} ({type(error).__name__}: {said})")) from error
 
 
 def no_target(path: str, error: Exception) -> ConfigError:
@@ -104,9 +119,10 @@ def no_target(path: str, error: Exception) -> ConfigError:
 def find_mask_token(tokenizer, num_embeddings: int, *, name: str) -> tuple[int, str]:
     """The id of the token that stands for MASK, and its name in words: the named one, else an unused row of the embedding.
 
-    Looked for in this order: a mask token; an added token called reserved or unused; a row that no token has; an added token
-    that has no role and does not stand in the chat template, the last of them. Never a word of the vocabulary, whatever its
-    name: text may contain it. Raises: ConfigError if the named token does not exist, or if none of these is there.
+    Looked for in this order: the tokenizer's mask token; an added token called so; an added token called reserved or unused; a
+    row that no token has; an added token that has no role and does not stand in the chat template, the last of them. Never a
+    word of the vocabulary, whatever its name: text may contain it. Raises: ConfigError if the named token does not exist, or if
+    none of these is there.
     """
     vocabulary = tokenizer.get_vocab()
     if name:
@@ -121,7 +137,7 @@ def find_mask_token(tokenizer, num_embeddings: int, *, name: str) -> tuple[int, 
         return vocabulary[name], name
     added = [str(token) for _, token in sorted(tokenizer.added_tokens_decoder.items())]
     kept_free = [token for token in added if "reserved" in token.lower() or "unused" in token.lower()]
-    for token in (tokenizer.mask_token, *MASK_NAMES, *kept_free):
+    for token in (tokenizer.mask_token, *(name for name in MASK_NAMES if name in added), *kept_free):
         if token in vocabulary and vocabulary[token] < num_embeddings:
             return vocabulary[token], token
     if max(vocabulary.values()) + 1 < num_embeddings:

@@ -6,7 +6,7 @@ min(1, p/q), else one token is drawn from the normalised positive part of p - q.
 distribution of sampling from the target alone.
 
 Every function is one of logits and uniform numbers in [0, 1), so decoding launched from Python and a replayed graph share
-them, and N draws at the same logits cost one call. Capture: safe, all of them. Calls: decode.py, engine/decoding.py.
+them, and N draws at the same logits cost one call. Capture: safe, all of them. Called by decode.py and engine/decoding.py.
 Source: `match` as in z-lab/dflash 44947fb, dflash_generate; `sampled` as in Leviathan et al., arXiv 2211.17192.
 """
 
@@ -50,8 +50,9 @@ def uniforms(generator: torch.Generator, rows: int, columns: int) -> Tensor:
 
 
 def probabilities(logits_KV: Tensor, temperature: float) -> Tensor:
-    """softmax(logits ÷ temperature) in float64, [K, V]."""
-    return (logits_KV.double() / temperature).softmax(dim=-1)
+    """softmax(logits ÷ temperature) in float64, [K, V]; whatever the temperature above 0, no division overflows."""
+    logits_KV = logits_KV.double()
+    return ((logits_KV - logits_KV.amax(dim=-1, keepdim=True)) / temperature).softmax(dim=-1)
 
 
 def draw(weights_KV: Tensor, uniform_NK: Tensor) -> Tensor:
@@ -82,7 +83,8 @@ def verify(
 ) -> tuple[Tensor, Tensor]:
     """What a verification commits: tokens int64 [N, K], of which the first `kept` + 1 count, and kept drafts int64 [N].
 
-    drafted_NJ: what `propose` gave, by other uniforms than these. target_logits_KV: of the block [token, drafts].
+    drafted_NJ: int64, what `propose` gave, by other uniforms than these. draft_logits_JV: what they were drawn from, read by the
+    rule `sampled` alone. target_logits_KV: of the block [token, drafts]. Logits of any float dtype; uniform_NK: float64.
     """
     if sampling.draws_drafts:
         return _keep_by_ratio(drafted_NJ, draft_logits_JV, target_logits_KV, sampling.temperature, uniform_NK)

@@ -3,7 +3,7 @@
 The same two files lie in every checkpoint, so a checkpoint is ready to export. Reading is strict: missing, unexpected and
 misshapen tensors are errors that name them.
 
-Calls: train.py, eval.py. Source of names and keys: z-lab/dflash 44947fb, dflash/model.py.
+Called by train.py, eval.py, export.py and build.py. Source of names and keys: z-lab/dflash 44947fb, dflash/model.py.
 """
 
 import dataclasses
@@ -15,10 +15,11 @@ import torch
 from graphcap.errors import CheckpointError, ConfigError
 from graphcap.model.drafter import Drafter, DrafterConfig
 from graphcap.model.identity import Identity
-from graphcap.model.loading import rope_theta
+from graphcap.model.loading import dtype_name, rope_theta
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 CONVENTION = "0-based outputs of decoder layers"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of weights that are read; quantised ones would lack their scales
 
 
 def config_document(config: DrafterConfig, dtype: torch.dtype, target: Identity | None = None) -> dict:
@@ -68,10 +69,10 @@ def config_document(config: DrafterConfig, dtype: torch.dtype, target: Identity 
 def read_target(folder: Path) -> Identity | None:
     """The target that a drafter folder says it was trained for; None where it does not say. The folder's config is readable."""
     document = json.loads((Path(folder) / CONFIG).read_text(encoding="utf-8")).get("target")
-    try:
-        return Identity(**document)
-    except TypeError:  # somebody else's key of that name, or none
-        return None
+    names = {field.name for field in dataclasses.fields(Identity)}
+    if not isinstance(document, dict) or set(document) != names or not all(type(text) is str for text in document.values()):
+        return None  # somebody else's key of that name, or none
+    return Identity(**document)
 
 
 def weight_tensors(drafter: Drafter) -> dict[str, torch.Tensor]:
@@ -94,9 +95,10 @@ def read_config(folder: Path) -> DrafterConfig:
         ) from error
     document, own = _typed(folder, document)
     sizes = {own.get("block_size"), document.get("block_size")} - {None}
-    if len(sizes) != 1 or not all(type(size) is int for size in sizes):
+    if len(sizes) != 1 or min(sizes) < 2:
         got = "none" if not sizes else " and ".join(map(str, sorted(sizes)))
-        raise CheckpointError("drafter folder", folder, expected="one block_size", got=got, fix=f"mend block_size in {CONFIG}")
+        expected = "one block_size, 2 or more: an anchor and at least one draft"
+        raise CheckpointError("drafter folder", folder, expected=expected, got=got, fix=f"mend block_size in {CONFIG}")
     for key in ("target_layer_ids", "mask_token_id"):
         if own.get(key) is None:
             raise CheckpointError(
@@ -116,7 +118,7 @@ def read_config(folder: Path) -> DrafterConfig:
             cause="read otherwise, every tapped layer would be another one",
             fix=f"convert target_layer_ids in {CONFIG}, then leave the key target_layer_ids_convention out",
         )
-    _refuse_what_we_cannot_compute(folder, document)
+    _refuse_what_we_cannot_compute(folder, document, own)
     return _config_of(folder, document, own, sizes.pop())
 
 
@@ -162,27 +164,42 @@ def _wrong_type(folder: Path, what: str, name: str, value: object) -> Checkpoint
     return CheckpointError("drafter folder", folder, expected=f"{what} as {name} in {CONFIG}", got=got, fix=fix)
 
 
-def _refuse_what_we_cannot_compute(folder: Path, document: dict) -> None:
-    """Keys that change the drafter's mathematics in a way that ours does not have: loading on would lower acceptance."""
-    rope = {**(document.get("rope_scaling") or {}), **(document.get("rope_parameters") or {})}
+# What dflash_config may hold beside what is switched off: names that change nothing, or that config.json's other keys settle.
+HARMLESS = ("block_size", "mask_token_id", "mask_token", "target_layer_ids", "target_layer_ids_convention", "num_target_layers")
+AS_WE_COMPUTE = {"projector_type": "dflash", "use_aux_hidden_state": True}  # as SpecForge and vLLM spell it
+
+
+def _refuse_what_we_cannot_compute(folder: Path, document: dict, own: dict) -> None:
+    """Keys that change the drafter's mathematics in a way that ours does not have: loading on would lower acceptance.
+
+    own: dflash_config, where others keep a window (use_swa), causal blocks (causal), a first slot that predicts the next token
+    (sample_from_anchor, shift_label) and further heads. So there every key that we do not know is refused, unless it is off.
+    """
+    ropes = {name: document.get(name) or {} for name in ("rope_scaling", "rope_parameters")}
+    rope = ropes["rope_scaling"] | ropes["rope_parameters"]
+    layer_types = document.get("layer_types")
     found = {
-        "layer_types": set(document.get("layer_types") or []) - {"full_attention"},
+        "layer_types": layer_types and layer_types != ["full_attention"] * document.get("num_hidden_layers", len(layer_types)),
+        "use_sliding_window": document.get("use_sliding_window") and document.get("sliding_window"),
         "attention_bias": document.get("attention_bias"),
         "is_causal": document.get("is_causal"),
         "hidden_act": document.get("hidden_act", "silu") != "silu",
+        "quantization_config": document.get("quantization_config"),
         "partial_rotary_factor": (rope.get("partial_rotary_factor") or document.get("partial_rotary_factor") or 1.0) != 1.0,
         "mrope_section": rope.get("mrope_section"),
-        "rope_scaling": document.get("rope_scaling") and document["rope_scaling"].get("rope_type", "default") != "default",
-        "rope_type": rope.get("rope_type", "default") != "default",
+        **{name: keys.get("rope_type", keys.get("type", "default")) != "default" for name, keys in ropes.items()},
     }
-    wrong = [name for name, value in found.items() if value]
+    unknown = {name: value for name, value in own.items() if value and name not in HARMLESS}
+    if "use_swa" in own and not own["use_swa"]:
+        unknown.pop("swa_window_size", None)
+    wrong = [f"{name} = {document.get(name, rope.get(name))}" for name, value in found.items() if value]
+    wrong += [f"dflash_config.{name} = {value}" for name, value in unknown.items() if AS_WE_COMPUTE.get(name) != value]
     if wrong:
-        values = ", ".join(f"{name} = {document.get(name, rope.get(name))}" for name in wrong)
         raise CheckpointError(
             "drafter folder",
             folder,
-            expected="full attention, no bias, SwiGLU and plain rotary positions",
-            got=values,
+            expected="full attention, no bias, SwiGLU, plain rotary positions, and no quantised weight or further head",
+            got=", ".join(one[:120] for one in wrong[:6]),
             cause="this drafter computes something else",
             fix="use a drafter without it",
         )
@@ -228,16 +245,16 @@ def _config_of(folder: Path, document: dict, own: dict, block_size: int) -> Draf
         ) from error
 
 
-def check_fits(config: DrafterConfig, model, *, folder) -> None:
-    """Refuse a drafter of another target. model: of transformers.
+def check_fits(config: DrafterConfig, target_config, *, folder) -> None:
+    """Refuse a drafter of another target. target_config: transformers' config of it.
 
     Raises: CheckpointError naming the folder and every size that differs.
     """
-    text = model.config.get_text_config()
+    text = target_config.get_text_config()
     sizes = {
         "hidden_size": (config.hidden_size, text.hidden_size),
         "num_target_layers": (config.num_target_layers, text.num_hidden_layers),
-        "vocab_size": (config.vocab_size, model.get_output_embeddings().weight.shape[0]),
+        "vocab_size": (config.vocab_size, text.vocab_size),
         "rope_theta": (config.rope_theta, rope_theta(text)),
     }
     wrong = [f"{name} {own} instead of {other}" for name, (own, other) in sizes.items() if own != other]
@@ -285,12 +302,14 @@ def read_drafter(folder: Path, *, dtype: torch.dtype, device: torch.device) -> D
         for name, tensor in expected.items()
         if name in tensors and tensors[name].shape != tensor.shape
     ]
-    wrong += [f"{name} not finite" for name in expected if name in tensors and not tensors[name].isfinite().all()]
+    taken = {name: tensor for name, tensor in tensors.items() if name in expected}
+    wrong += [f"{name} in {dtype_name(tensor.dtype)}" for name, tensor in taken.items() if tensor.dtype not in DTYPES]
+    wrong += [f"{name} not finite" for name, tensor in taken.items() if tensor.dtype in DTYPES and not tensor.isfinite().all()]
     if wrong:
         raise CheckpointError(
             "drafter folder",
             folder,
-            expected=f"the {len(expected)} tensors of its config",
+            expected=f"the {len(expected)} tensors of its config in {', '.join(map(dtype_name, DTYPES))}",
             got="; ".join(wrong[:6]),
             fix="check that config.json and model.safetensors belong together",
         )

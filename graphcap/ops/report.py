@@ -1,11 +1,13 @@
 """Acceptance lengths with their uncertainty, the tables of a run and of several drafters, replies as they were committed.
 
-Calls: eval.py. Loads no torch.
+Called by train.py, cli.py, eval.py and export.py. Loads no torch.
 """
 
 from pathlib import Path
 
 import numpy as np
+
+from graphcap.data.sample import harmless
 
 BOOTSTRAP_DRAWS = 2000
 
@@ -48,7 +50,7 @@ def distinct_4grams(replies: list[list[int]]) -> float:
     return distinct / total if total else float("nan")
 
 
-def _number(value: float | None, form: str = ".2f") -> str:
+def number(value: float | None, form: str = ".2f") -> str:
     """A number as text, or a dash where there is none: no verification was needed, or none was made."""
     return "–" if value is None or value != value else format(value, form)
 
@@ -57,26 +59,27 @@ def table(result: dict, folder: Path | None = None) -> str:
     """The final table of a run or of `graphcap eval`, as text. folder: the run's, to which the result's paths are relative."""
     at = (lambda path: str(folder / path)) if folder else str
     conditions = (
-        f"{result['prompts']} held-out prompts · {_sampling(result)} · at most {result['max_new_tokens']} new tokens · "
+        f"{result['prompts']} {result.get('prompts_from', 'held-out prompts')} · {sampling_text(result)} · "
+        f"at most {result['max_new_tokens']} new tokens · "
         f"{result['dtype']} on {result['device']}"
     )
     lines = [
         conditions,
-        *([result["other_target"]] if "other_target" in result else []),
+        *(result[name] for name in ("not_used", "other_target") if name in result),
         "",
         f"{'acceptance length τ (tokens a verification)':<46}{'pooled':>8}{'95 % interval':>18}{'mean of means':>16}",
     ]
     for name, label in (
         ("before", "drafter before training"),
-        ("after", "drafter after training"),
+        ("after", "drafter after training" if "before" in result else "drafter"),
         ("prompt_lookup", "prompt lookup, no model"),
     ):
         if name in result:
             row = result[name]
-            interval = f"{_number(row['low'])} … {_number(row['high'])}"
-            lines.append(f"  {label:<44}{_number(row['tau']):>8}{interval:>18}{_number(row['mean']):>16}")
+            interval = f"{number(row['low'])} … {number(row['high'])}"
+            lines.append(f"  {label:<44}{number(row['tau']):>8}{interval:>18}{number(row['mean']):>16}")
     if result.get("walked_estimate") is not None:
-        lines.append(f"  {'walked estimate on held-out text':<44}{_number(result['walked_estimate']):>8}")
+        lines.append(f"  {'walked estimate on held-out text':<44}{number(result['walked_estimate']):>8}")
     lines.append("")
     if "equal" in result:
         lines.append(f"tokens equal to plain greedy decoding           {_equality(result)}")
@@ -86,7 +89,7 @@ def table(result: dict, folder: Path | None = None) -> str:
         f"seconds per token, plain                        {plain:.5f}",
         f"seconds per token, with the drafter             {drafted:.5f}  = {drafted / plain:.2f} × plain "
         f"(median of {result['passes']} passes)",
-        f"distinct 4-grams of the replies                 {_number(result['distinct_4grams'])}",
+        f"distinct 4-grams of the replies                 {number(result['distinct_4grams'])}",
         "",
         "what limits them",
         *_limits(result),
@@ -106,7 +109,7 @@ def side_by_side(results: list[dict]) -> str:
         for result in group:
             seconds, plain = result["speculative_s_per_token"], result["plain_s_per_token"]
             equal = f"{result['equal']} of {result['prompts']}" if "equal" in result else "–"
-            speed = (_number(result["distinct_4grams"]), f"{seconds:.5f}", f"{seconds / plain:.2f}", equal)
+            speed = (number(result["distinct_4grams"]), f"{seconds:.5f}", f"{seconds / plain:.2f}", equal)
             rows.append((result["folder"], *_acceptance_cells(result["after"]), *speed))
         for block_size, result in {result["block_size"]: result for result in group}.items():
             name = f"prompt lookup, blocks of {block_size}"
@@ -118,10 +121,10 @@ def side_by_side(results: list[dict]) -> str:
 
 
 def _acceptance_cells(row: dict) -> tuple[str, str, str]:
-    return _number(row["tau"]), f"{_number(row['low'])} … {_number(row['high'])}", _number(row["mean"])
+    return number(row["tau"]), f"{number(row['low'])} … {number(row['high'])}", number(row["mean"])
 
 
-def _sampling(result: dict) -> str:
+def sampling_text(result: dict) -> str:
     """Temperature, and above 0 rule and seed. A result from before there was a choice has none of them."""
     if not result.get("temperature"):
         return "temperature 0"
@@ -152,18 +155,13 @@ def reply_text(runs: list[tuple[str, str]], *, terminal: bool) -> str:
     """Committed runs in alternating shade, refused drafts struck through; without a terminal |run| and ~refused~."""
     pieces = []
     for number, (committed, rejected) in enumerate(runs):
-        committed, rejected = _harmless(committed), _harmless(rejected)
+        committed, rejected = harmless(committed), harmless(rejected)
         if not terminal:
             pieces.append((f"|{committed}|" if committed else "") + (f"~{rejected}~" if rejected else ""))
             continue
         for style, text in ((SHADES[number % 2], committed), (STRUCK, rejected)):
             pieces += [f"{style}{text}{NORMAL}".replace("\n", f"{NORMAL}\n{style}")] if text else []
     return "".join(pieces)
-
-
-def _harmless(text: str) -> str:
-    """Control characters written out: a reply must not steer the terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def _equality(result: dict) -> str:
@@ -177,15 +175,16 @@ def _equality(result: dict) -> str:
 
 def _limits(result: dict) -> list[str]:
     """One line for τ and one for speed, from what the decode measured."""
-    verify, drafting = _number(result["verify_cost"]), _number(result["draft_cost"])
+    verify, drafting = number(result["verify_cost"]), number(result["draft_cost"])
     kept = [share for share in result["survival"] if share is not None and share == share]
     if not kept:
         return ["  nothing was drafted: every reply ended with its first token"]
     if kept[0] < 0.01:
-        return ["  τ: the drafter drafts nothing right: training was too short, or it diverged (see the losses above)"]
+        cause = "training was too short, or it diverged" if "before" in result else "it is another target's, or hardly trained"
+        return [f"  τ: the drafter drafts nothing right: {cause}"]
     losses = [before - after for before, after in zip([1.0, *kept], kept, strict=False)]
     shares = " ".join(f"{share:.2f}" for share in kept)
-    most, tau = losses.index(max(losses)) + 1, _number(result["after"]["tau"])
+    most, tau = losses.index(max(losses)) + 1, number(result["after"]["tau"])
     return [
         f"  τ: the drafter; {shares} of verifications keep 1 … {len(kept)} drafts, most end at draft {most}",
         f"  speed: a verification takes {verify} plain steps and its draft {drafting}, for {tau} tokens",

@@ -64,10 +64,22 @@ def assert_refused(place: Path, tmp_path: Path, overrides: list[str], words: lis
         (["target.path=no-owner/no-such-model"], ["'target.path'", "neither a folder nor a cached Hub name", "hf download"]),
         (["target.path=nowhere"], ["'target.path'", "'nowhere'"]),
         (["drafter.init=nowhere"], ["drafter folder 'nowhere'", CONFIG]),
+        (["drafter.init=DRAFTER", "drafter.num_layers=2"], ["'drafter.num_layers'", "expected 1, as in", "got 2"]),
+        (
+            ["drafter.init=DRAFTER", "drafter.target_layer_ids=0,2"],
+            ["expected 1,2, as in", "set drafter.target_layer_ids=1,2."],
+        ),
+        (["drafter.init=DRAFTER", "drafter.num_tapped_layers=3"], ["'drafter.num_tapped_layers'", "expected 2, as"]),
+        (["drafter.init=DRAFTER", "drafter.mask_token=<|im_start|>"], ["'drafter.mask_token'", "got <|im_start|>"]),
+        (
+            ["drafter.init=DRAFTER", "drafter.num_heads=2", "drafter.intermediate_size=96", "drafter.mask_token=<|mask|>"],
+            ["'drafter.intermediate_size, drafter.num_heads'", "expected 64; 4, as in", "got 96; 2"],
+        ),
     ],
-    ids=lambda value: value[0] if value[0].count("=") else "",
+    ids=lambda value: value[-1] if value[0].count("=") else "",
 )
 def test_a_recipe_that_does_not_fit_its_target_is_refused(overrides, words, place, tmp_path, capsys):
+    overrides = [text.replace("DRAFTER", str(place / "drafter")) for text in overrides]
     assert_refused(place, tmp_path, overrides, words, capsys)
 
 
@@ -117,6 +129,24 @@ def broken_config(folder: Path) -> None:
     (folder / CONFIG).write_text('{"model_type": ')
 
 
+def config(**changes):
+    """Change keys of the target's config.json."""
+
+    def change(folder: Path) -> None:
+        (folder / CONFIG).write_text(json.dumps(json.loads((folder / CONFIG).read_text()) | changes))
+
+    return change
+
+
+def sharded(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}')
+
+
+ODD_ROPE = {"rope_type": "nope", "rope_theta": 1.0}
+QUANTISED = ["'target.path'", "whose weights are quantised", "not supported"]
+
+
 def no_tokenizer(folder: Path) -> None:
     for path in folder.glob("tokenizer*"):
         path.unlink()
@@ -135,6 +165,16 @@ def no_tokenizer(folder: Path) -> None:
         (misshapen, ["'target.path'", "other sizes than its config.json"]),
         (broken_tokenizer, ["'target.path'", "tokenizer's files cannot be read"]),
         (no_tokenizer, ["'target.path'"]),
+        (sharded, ["'target.path'", "cannot be used"]),
+        (config(quantization_config={"quant_method": "fp8"}), QUANTISED),
+        (config(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}), QUANTISED),
+        (config(hidden_size="abc"), ["'target.path'", "config cannot be read", "hidden_size"]),
+        (config(dtype="float99"), ["'target.path'", "config cannot be read", "float99"]),
+        (config(hidden_act="xyz"), ["'target.path'", "cannot be used", "xyz"]),
+        (config(rope_parameters=ODD_ROPE), ["'target.path'", "cannot be used", "nope"]),
+        (config(num_attention_heads=0), ["'target.path'", "config cannot be read"]),
+        (config(num_key_value_heads=0), ["'target.path'", "num_key_value_heads = 0"]),
+        (config(vocab_size=-1), ["'target.path'", "vocab_size = -1"]),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -193,6 +233,12 @@ DRAFTERS = {
     "other rotary base": (document(**OTHER_THETA), ["rope_theta 500.0 instead of 10000.0"]),
     "no rotary base": (document(rope_theta=None, rope_parameters=None), ["rope_theta"]),
     "scaled rotary positions": (document(rope_scaling={"rope_type": "yarn", "factor": 4.0}), ["rope_scaling", "yarn"]),
+    "rotary positions scaled as of old": (document(rope_scaling={"type": "yarn", "factor": 4.0}), ["rope_scaling", "yarn"]),
+    "another order of slots": (document(dflash_config={"shift_label": True}), ["dflash_config.shift_label = True"]),
+    "weights in int8": (
+        weights(lambda tensors: tensors.update({NORM: tensors[NORM].to(torch.int8)})),
+        [f"{NORM} in int8"],
+    ),
     "partial rotary positions": (document(partial_rotary_factor=0.25), ["partial_rotary_factor", "0.25"]),
     "sliding layers": (document(layer_types=["sliding_attention"]), ["layer_types", "sliding_attention"]),
     "causal blocks": (document(is_causal=True), ["is_causal"]),
@@ -232,5 +278,5 @@ def test_a_drafter_folder_that_does_not_fit_is_refused(fault, place, tmp_path, c
 def test_the_good_target_and_drafter_are_taken(place, tmp_path, monkeypatch, capsys):
     """The twin of every test above: with nothing hurt the same command trains."""
     monkeypatch.chdir(tmp_path)
-    drafter = f"drafter.init={place / 'drafter'}"
-    assert main(["train", "--here", str(place / "r.toml"), drafter, f"run.out={tmp_path}"]) == 0, capsys.readouterr().err
+    drafter = [f"drafter.init={place / 'drafter'}", "drafter.mask_token=<|mask|>", "drafter.target_layer_ids=1,2"]
+    assert main(["train", "--here", str(place / "r.toml"), *drafter, f"run.out={tmp_path}"]) == 0, capsys.readouterr().err

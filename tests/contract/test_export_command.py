@@ -72,8 +72,74 @@ def test_an_export_in_bfloat16_is_the_rounded_one_and_decodes(run, tmp_path, cap
     assert all(torch.equal(tensor.bfloat16(), written[name]) for name, tensor in kept.items())
     prompts = ["--prompts", "graphcap/assets/tiny/conversations/held_out.jsonl", "--num-prompts", "1", "--passes", "1"]
     capsys.readouterr()
-    assert cli.main(["eval", str(out), "--target", "graphcap/assets/tiny", *prompts, "--max-new-tokens", "4"]) == 0
-    assert "1 of 1" in capsys.readouterr().out
+    assert cli.main(["eval", str(out), "--target", "graphcap/assets/tiny", *prompts, "--max-new-tokens", "4", "--eager"]) == 0
+    shown = capsys.readouterr().out
+    assert "1 of 1" in shown and "1 prompts of held_out.jsonl" in shown
+
+
+def change_result(run: Path, **changes) -> None:
+    result = json.loads((run / "result.json").read_text())
+    (run / "result.json").write_text(json.dumps(result | changes))
+
+
+def test_a_card_says_how_it_was_measured_and_does_without_what_was_not(copied, tmp_path, capsys):
+    def card(number: int) -> str:
+        assert cli.main(["export", str(copied), str(tmp_path / f"x{number}")]) == 0, capsys.readouterr().err
+        return (tmp_path / f"x{number}" / "README.md").read_text()
+
+    assert "held-out prompts at temperature 0 in float32" in card(0)
+    change_result(copied, temperature=0.7, rule="sampled", seed=3)
+    assert "held-out prompts at temperature 0.7, rule sampled, seed 3 in float32" in card(1)
+    nothing = dict.fromkeys(("tau", "low", "high", "mean")) | {"verifications": 0}
+    change_result(copied, after=nothing, prompt_lookup=nothing)  # every reply ended with its first token
+    assert "acceptance length – tokens a verification" in card(2)
+    for number, broken in enumerate(("{", "[1]", '{"weights": 5}', "\ud800".encode("utf-8", "surrogatepass")), start=3):
+        (copied / "result.json").write_bytes(broken if isinstance(broken, bytes) else broken.encode())
+        assert "Measured" not in card(number)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_an_export_into_the_empty_folder_that_one_stands_in(run, tmp_path, monkeypatch):
+    source = run.resolve()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert cli.main(["export", str(source), "."]) == 0
+    assert sorted(path.name for path in (tmp_path / "here").iterdir()) == ["README.md", CONFIG, WEIGHTS]
+
+
+@pytest.mark.parametrize("fault", ["no room", "full disk"])
+def test_an_export_that_fails_leaves_nothing_not_even_a_folder(run, tmp_path, monkeypatch, capsys, fault):
+    def full(path, text):
+        raise OSError(28, "No space left on device")
+
+    if fault == "no room":
+        monkeypatch.setattr(checkpoint, "disk_free_bytes", lambda folder: 1000)
+    else:
+        monkeypatch.setattr(checkpoint, "write_text", full)
+    said = refused(capsys, "export", str(run), str(tmp_path / "new" / "deep" / "x"))
+    assert f"'{tmp_path / 'new' / 'deep' / 'x'}'" in said and "export to another disk" in said and "keep" not in said, said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_targets_revision_and_code_belong_to_a_target(run, capsys):
+    for verb in (["eval", str(run)], ["export", "--check", str(run)]):
+        with pytest.raises(SystemExit):
+            cli.main([*verb, "--revision", "main"])
+        assert "belong to --target" in capsys.readouterr().err
+
+
+def test_a_late_folders_fault_is_found_before_the_first_is_decoded(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("graphcap.eval.measure", None)  # calling it would be a TypeError
+    out, prompts = tmp_path / "bad", ["--prompts", "graphcap/assets/tiny/conversations/held_out.jsonl"]
+    assert cli.main(["export", str(run), str(out)]) == 0
+    document = json.loads((out / CONFIG).read_text())
+    (out / CONFIG).write_text(json.dumps(document | {"num_target_layers": 40}))
+    target = ["--target", "graphcap/assets/tiny", "--revision", "main"]
+    assert "num_target_layers 40 instead of 12" in refused(capsys, "eval", str(run), str(out), *target, *prompts)
+    (out / CONFIG).write_text(json.dumps(document))
+    tensors = load_file(out / WEIGHTS)
+    save_file({name: tensor for name, tensor in tensors.items() if name != "fc.weight"}, out / WEIGHTS)
+    assert "fc.weight missing" in refused(capsys, "eval", str(run), str(out), *target, *prompts)
 
 
 def test_nothing_that_is_there_is_overwritten_and_an_incomplete_checkpoint_is_refused(copied, tmp_path, capsys):

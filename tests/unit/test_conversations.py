@@ -176,3 +176,23 @@ def test_data_loads_neither_torch_nor_transformers():
     code = "import sys, graphcap.data; sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'jinja2')))"
     root = Path(__file__).resolve().parents[2]
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=root).returncode == 0
+
+
+SAID = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+SHAREGPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+ROWS = [{"messages": SAID}, {"conversations": SHAREGPT}, {"prompt": "a", "response": "b"}]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: next(iter(row)))
+def test_the_rows_system_text_stands_before_its_messages(tmp_path, row):
+    def messages(value: dict):
+        path = write(tmp_path / "a.jsonl", [json.dumps(value).encode()])
+        return next(read_conversations([path], on_bad_line="error", dropped=Counter())).messages
+
+    assert messages(row) == messages(row | {"system": ""}) == messages(row | {"system": None}) == SAID
+    assert messages(row | {"system": "In French."}) == [{"role": "system", "content": "In French."}, *SAID]
+    for broken, reason in ((5, "text as 'system'"), ("\ud800", "Unicode text in 'system'")):
+        with pytest.raises(DataError, match=reason):
+            messages(row | {"system": broken})
+    with pytest.raises(DataError, match="one system message"):
+        messages({"messages": [{"role": "system", "content": "x"}, *SAID], "system": "y"})

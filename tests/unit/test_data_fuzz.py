@@ -4,6 +4,7 @@ import gzip
 import json
 import random
 import secrets
+from collections import Counter
 from pathlib import Path
 
 from graphcap.data.conversations import Document, load_documents
@@ -113,7 +114,9 @@ def test_every_result_is_documents_or_a_data_error_that_can_be_printed(tmp_path)
         ends[end] += 1
         if number % 4 == 0:
             try:
-                assert all(load_prompts([str(path)], tokenizer, count=2, on_bad_line=on_bad_line))
+                assert all(
+                    load_prompts([str(path)], tokenizer, count=2, on_bad_line=on_bad_line, max_length=400, dropped=Counter())
+                )
             except DataError as error:
                 str(error).encode("utf-8")
             except Exception as error:

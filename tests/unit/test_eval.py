@@ -1,13 +1,20 @@
 """Replies are equal, tied or different; prompts end where supervision begins."""
 
+import json
+from collections import Counter
+
 import numpy as np
+import pytest
 import torch
 
 from graphcap.data.conversations import Document
-from graphcap.eval import TIE, Prompts, compare, measure, prompts_of, tie_of
+from graphcap.data.prompts import counted
+from graphcap.errors import DataError
+from graphcap.eval import TIE, Prompts, compare, load_prompts, measure, prompts_of, tie_of
 from graphcap.model.decode import Reply
 from graphcap.model.sampling import Sampling
 from graphcap.ops.report import acceptance, side_by_side, table
+from tests.targets import CHATML, byte_tokenizer
 from tests.toys import fitted, random_drafter
 
 
@@ -36,6 +43,40 @@ def test_prompts_end_where_supervision_begins():
     assert prompts_of([document, document], count=1) == [[0, 1, 2]]
 
 
+def chat(*texts: str, first: int = 0) -> dict:
+    """A row of turns by user and assistant; first: 1 if the assistant begins."""
+    roles = ("user", "assistant")
+    return {"messages": [{"role": roles[(n + first) % 2], "content": text} for n, text in enumerate(texts)]}
+
+
+def read_prompts(path, rows: list, **changes) -> tuple[list[str], Counter]:
+    """The prompts of these rows as text, and what was passed over; the template shows an empty thought in the last turn."""
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8")
+    tokenizer, dropped = byte_tokenizer(), Counter()
+    thought = "{{ '<|im_start|>' + message['role'] + '\n' + ('(-)' if loop.last and message['role'] == 'assistant' else '')"
+    settings = {"count": 9, "on_bad_line": "skip", "max_length": 100} | changes
+    try:
+        tokenizer.chat_template = CHATML.replace("{{ '<|im_start|>' + message['role'] + '\n'", thought, 1)
+        found = load_prompts([str(path)], tokenizer, dropped=dropped, **settings)
+    finally:
+        tokenizer.chat_template = CHATML
+    return [tokenizer.decode(ids) for ids in found], dropped
+
+
+def test_every_prompt_is_what_the_template_asks_with_and_what_is_passed_over_is_counted(tmp_path):
+    asked = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    rows = [chat("hi"), chat("hi", "ho"), chat("hi", "ho", "and", "so"), chat("ho", "hi", first=1), "{", chat("x" * 200), "[]"]
+    prompts, dropped = read_prompts(tmp_path / "a.jsonl", rows)
+    assert prompts == [asked] * 3, "no thought of the template's, however many turns follow"
+    assert sum(dropped.values()) == 4
+    assert "1 longer than the target's positions" in counted(dropped)
+    assert "1 in which the assistant speaks first" in counted(dropped)
+    with pytest.raises(DataError, match="line 2'.*at most 100 tokens.*got [1-9]"):
+        read_prompts(tmp_path / "a.jsonl", [rows[1], rows[5]], on_bad_line="error")
+    with pytest.raises(DataError, match=r"got none \(1 in which the assistant speaks first\)"):
+        read_prompts(tmp_path / "a.jsonl", rows[3:4])
+
+
 def test_ties_and_differences_are_printed_in_the_table():
     some = acceptance([[2, 3]])
     result = {
@@ -62,6 +103,13 @@ def test_ties_and_differences_are_printed_in_the_table():
     shown = table(result)
     assert "1 of 3, 1 a tie of the two largest logits (within 1e-04), 1 DIFFERENT" in shown
     assert "prompt 0, token 1" in shown and "prompt 2, token 4" in shown and "0.50 × plain" in shown
+    assert "3 held-out prompts" in shown and "after training" not in shown, "nothing says that this run trained it"
+    stranger = {**result, "survival": [0.0], "prompts_from": "prompts of a.jsonl", "not_used": "conversations not used: 2 x"}
+    shown = table(stranger)
+    assert "3 prompts of a.jsonl" in shown and "not used: 2 x" in shown and "held-out prompts" not in shown
+    assert "training was too short" not in shown and "losses above" not in shown
+    shown = table({**stranger, "before": some})
+    assert "drafter after training" in shown and "training was too short" in shown
 
 
 def measured(drafter, *, temperature: float, plain=None, seed: int = 0):

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from graphcap.errors import CheckpointError, UserError
-from graphcap.ops.export import CONFIG, WEIGHTS, config_document, read_config, read_drafter, weight_tensors
+from graphcap.model.identity import Identity
+from graphcap.ops.export import CONFIG, WEIGHTS, config_document, read_config, read_drafter, read_target, weight_tensors
 from tests.toys import drafter_config, fresh_seed, random_drafter
 
 CPU = torch.device("cpu")
@@ -115,6 +116,20 @@ UNSERVABLE = {
     "partial_rotary_factor inside": lambda d: d["rope_parameters"].update(partial_rotary_factor=0.25),
     "mrope_section": lambda d: d["rope_parameters"].update(mrope_section=[1, 1, 2]),
     "rope_scaling": lambda d: d.update(rope_scaling={"rope_type": "yarn", "factor": 4.0}),
+    "rope_scaling of old": lambda d: d.update(rope_scaling={"type": "yarn", "factor": 4.0}, rope_parameters=None),
+    "rope_scaling of old beside the default": lambda d: d.update(rope_scaling={"type": "linear", "factor": 4.0}),
+    "use_sliding_window": lambda d: (d.pop("layer_types"), d.update(use_sliding_window=True, sliding_window=64)),
+    "layer_types": lambda d: d.update(layer_types=["full_attention"] * 3),
+    "quantization_config": lambda d: d.update(quantization_config={"quant_method": "fp8"}),
+    "dflash_config.use_swa": lambda d: d["dflash_config"].update(use_swa=True, swa_window_size=64),
+    "dflash_config.swa_window_size": lambda d: d["dflash_config"].update(swa_window_size=64),
+    "dflash_config.causal": lambda d: d["dflash_config"].update(causal=True),
+    "dflash_config.sample_from_anchor": lambda d: d["dflash_config"].update(sample_from_anchor=True),
+    "dflash_config.shift_label": lambda d: d["dflash_config"].update(shift_label=True),
+    "dflash_config.projector_type": lambda d: d["dflash_config"].update(projector_type="domino", shift_label=False),
+    "dflash_config.use_aux_hidden_state": lambda d: d["dflash_config"].update(use_aux_hidden_state="no"),
+    "dflash_config.markov_rank": lambda d: d["dflash_config"].update(markov_rank=256),
+    "block_size": lambda d: (d.update(block_size=1), d["dflash_config"].update(block_size=1)),
     "rope_type": lambda d: d["rope_parameters"].update(rope_type="yarn", factor=4.0),
     "attention_bias": lambda d: d.update(attention_bias=True),
     "is_causal": lambda d: d.update(is_causal=True),
@@ -128,6 +143,15 @@ def test_a_config_that_this_drafter_cannot_compute_is_refused_by_the_name_of_the
     damage_config(path, UNSERVABLE[key])
     with pytest.raises(CheckpointError, match=key.split()[0]):
         read(path)
+
+
+def test_keys_of_other_trainers_that_change_nothing_are_taken(folder):
+    path, drafter = folder
+    off = {"use_swa": False, "swa_window_size": 2048, "causal": False, "shift_label": False, "markov_rank": 0, "selector": None}
+    named = {"projector_type": "dflash", "mask_token": "<|mask|>", "use_aux_hidden_state": True, "num_target_layers": 4}
+    damage_config(path, lambda d: d["dflash_config"].update(off | named))
+    damage_config(path, lambda d: d.update(rope_scaling={"type": "default"}, use_sliding_window=False, sliding_window=4096))
+    assert read_config(path) == drafter.config
 
 
 @pytest.mark.parametrize("ids", [[], [2, 2], [0, 4], [-1, 1]])
@@ -154,6 +178,9 @@ def test_a_config_that_is_no_json_or_missing_is_refused(folder):
         (lambda t: t.pop("layers.1.self_attn.k_norm.weight"), "layers.1.self_attn.k_norm.weight missing"),
         (lambda t: t.update({"lm_head.weight": torch.zeros(2)}), "lm_head.weight unexpected"),
         (lambda t: t.update({"fc.weight": torch.zeros(32, 32)}), r"fc.weight \[32, 32\] instead of \[32, 64\]"),
+        (lambda t: t.update({"fc.weight": t["fc.weight"].to(torch.int8)}), "bfloat16, float16, got fc.weight in int8"),
+        (lambda t: t.update({"fc.weight": t["fc.weight"].to(torch.float8_e4m3fn)}), "fc.weight in float8_e4m3fn"),
+        (lambda t: t.update({"fc.weight": t["fc.weight"].double()}), "fc.weight in float64"),
         (
             lambda t: t.update({"model.norm.weight": t.pop("norm.weight")}),
             "norm.weight missing; model.norm.weight unexpected",
@@ -189,10 +216,9 @@ def test_a_drafter_of_another_target_is_refused_by_every_size_that_differs():
     from tests.toys import tiny_model
 
     config = drafter_config()
-    model = tiny_model("llama", 1)
-    check_fits(config, model, folder="here")
+    check_fits(config, tiny_model("llama", 1).config, folder="here")
     with pytest.raises(CheckpointError, match="here.*hidden_size 32 instead of 64.*num_target_layers 4 instead of 5"):
-        check_fits(config, tiny_model("llama", 1, hidden_size=64, num_hidden_layers=5), folder="here")
+        check_fits(config, tiny_model("llama", 1, hidden_size=64, num_hidden_layers=5).config, folder="here")
 
 
 @pytest.mark.parametrize("damage", ["[]", '{"dflash_config": 3}', '{"block_size": "8", "dflash_config": {}}'])
@@ -223,3 +249,15 @@ def test_a_config_with_any_value_in_any_place_is_a_config_or_refused(tmp_path):
         else:  # no size is anything but a whole number above 0
             assert all(type(size) is int and size > 0 for size in (config.hidden_size, config.head_dim, config.num_kv_heads))
     assert 100 < refused < 500
+
+
+OWN = {"name": "x", "commit": "", "fingerprint": "ab"}
+
+
+@pytest.mark.parametrize("other", [None, "Qwen/Qwen3-8B", ["a"], {}, {"name": "x"}, OWN | {"commit": 5}, OWN | {"size": "8B"}])
+def test_a_target_that_is_not_three_texts_is_somebody_elses_key(folder, other):
+    path, _ = folder
+    damage_config(path, lambda d: d.update(target=OWN))
+    assert read_target(path) == Identity(**OWN)
+    damage_config(path, lambda d: d.update(target=other))
+    assert read_target(path) is None

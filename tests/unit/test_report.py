@@ -132,3 +132,14 @@ def test_a_reply_is_shown_as_committed_runs_and_refused_drafts():
     assert reply_text(runs, terminal=True) == (
         f"{first}a{NORMAL}{second}b{NORMAL}\n{second}c{NORMAL}{STRUCK}cb{NORMAL}\n{STRUCK}{NORMAL}{first}é\\x1b[2J{NORMAL}"
     )
+
+
+def test_what_could_steer_a_terminal_or_turn_the_writing_is_written_out():
+    from graphcap.data.sample import harmless
+
+    kept = "a\n\tb é 日 👩\u200d🔬 \u200c \u00a0"
+    assert harmless(kept) == kept
+    for code in (0, 7, 0x1B, 0x7F, 0x9B, 0xAD, 0x61C, 0x200B, 0x200E, 0x200F, 0x2028, 0x202A, 0x202C, 0x202E, 0x2066, 0x2069):
+        shown = harmless(f"a{chr(code)}b")
+        assert shown.isprintable() and shown.isascii() and shown.startswith("a\\"), (code, shown)
+    assert harmless("\ud800") == "\\ud800"

@@ -166,7 +166,8 @@ def test_the_steps_draw_the_first_token_of_a_verification_as_plain_sampling_does
     seed = 11  # a p-value of fresh draws is under any bound now and then
     target, drafter = tiny_target(seed), random_drafter(seed, sharpness=3.0)
     steps = EagerSteps(target, drafter, max_length=16, sampling=Sampling(temperature=2.0, rule="sampled"))
-    steps.prefill([5, 9, 2], generator_of(seed, 0))
+    steps.generator = generator_of(seed, 0)
+    steps.prefill([5, 9, 2])
     expected = 800 * probabilities(target.extend(torch.tensor([7]), steps.cache)[0], 2.0)[0]
     seen = torch.zeros(len(expected), dtype=torch.float64)
     for _ in range(800):
@@ -247,6 +248,15 @@ def test_a_drafter_that_is_the_target_is_never_refused():
 def test_temperature_0_is_the_most_likely_token_whatever_the_uniform_numbers():
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(fresh_seed()))
     assert torch.equal(choose(logits, GREEDY, torch.rand(4, 3)), logits.argmax(-1).expand(4, 3))
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-300, 5e-324])
+def test_a_tiny_temperature_is_greedy_and_no_garbage(temperature):
+    logits = torch.randn(5, 50, generator=torch.Generator().manual_seed(fresh_seed())) * 9 - 30
+    logits[0, :2], logits[0, 2:] = 7.0, 6.9  # two that are the largest share what there is
+    p = probabilities(logits, temperature)
+    assert torch.equal(p[0, :2], torch.tensor([0.5, 0.5], dtype=torch.float64))
+    assert torch.equal(p[1:], torch.nn.functional.one_hot(logits[1:].argmax(dim=-1), 50).double())
 
 
 def test_a_reply_repeats_with_its_seed_and_changes_with_seed_and_prompt():

@@ -95,7 +95,10 @@ def test_every_form_in_every_container_gives_the_same_documents(tmp_path, tokeni
 def test_prompts_are_the_same_from_text_and_from_token_ids(tmp_path, tokenizer, expected):
     text = write(tmp_path / "a.jsonl", rows_of("messages", expected))
     ids = write(tmp_path / "b.jsonl", rows_of("input_ids + loss_mask", expected))
-    ones = [load_prompts([path], tokenizer, count=20, on_bad_line="error") for path in (text, ids)]
+    ones = [
+        load_prompts([path], tokenizer, count=20, on_bad_line="error", max_length=400, dropped=Counter())
+        for path in (text, ids)
+    ]
     assert ones[0] == ones[1] and len(ones[0]) == 20
     assert ones[0][0] == expected[0].token_ids[: int(np.argmax(expected[0].loss_mask))].tolist()
 

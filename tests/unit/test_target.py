@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from graphcap.errors import ConfigError
+from graphcap.model import identity
+from graphcap.model.identity import fingerprint
 from graphcap.model.loading import find_mask_token
 from graphcap.model.target import KeyValueCache, Target
 from tests.toys import HIDDEN, VOCAB, fresh_seed, tiny_model
@@ -226,6 +228,7 @@ def test_the_mask_token_is_the_named_or_an_unused_row(tokenizer, name, expected)
         (Words({"a": 0, "b": 1}), ""),  # nothing unused
         (Words({"<s>": 0, " unused": 1}), ""),  # a role, and a word
         (Words({"a": 0, "b": 1, "<|mask|>": 2}), ""),
+        (Words({"a": 0, "[MASK]": 1}), ""),  # a word of that name: text may contain it
     ],
 )
 def test_a_mask_token_without_a_row_of_the_embedding_is_refused(tokenizer, name):
@@ -240,3 +243,38 @@ def test_a_target_whose_logits_are_not_its_head_times_its_hidden_states_is_refus
     head.bias = torch.nn.Parameter(torch.ones(VOCAB), requires_grad=False)
     with pytest.raises(ConfigError, match="logits that are its last hidden states times its head"):
         Target(model, (0,))
+
+
+def test_the_fingerprint_is_one_for_every_dtype_and_sees_each_change_of_weights_and_config():
+    seed = fresh_seed()
+    known = fingerprint(tiny_model("qwen3", seed))
+    assert fingerprint(tiny_model("qwen3", seed).bfloat16()) == known
+    draw = random.Random(seed)
+    for _ in range(20):  # any one element
+        model = tiny_model("qwen3", seed)
+        parameter = draw.choice(list(model.parameters())).detach().view(-1)
+        parameter[draw.randrange(len(parameter))] += 0.5
+        assert fingerprint(model) != known
+    model = tiny_model("qwen3", seed)
+    with torch.no_grad():  # rows that have changed places
+        head = model.get_output_embeddings().weight
+        head[:2] = head[:2].flip(0).clone()
+    assert fingerprint(model) != known
+    changes = {"rms_norm_eps": 0.5, "num_attention_heads": 8, "hidden_act": "gelu"}
+    changes["rope_parameters"] = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    for name, value in changes.items():  # the same weights, otherwise computed with
+        model = tiny_model("qwen3", seed)
+        setattr(model.config, name, value)
+        assert fingerprint(model) != known, name
+
+
+def test_the_fingerprints_sums_are_those_of_a_naive_loop(monkeypatch):
+    monkeypatch.setattr(identity, "CHUNK", 40)
+    torch.manual_seed(fresh_seed())
+    tensor = torch.randn(3, 7, 9)
+    rows, columns = [0] * 21, [0] * 9
+    for row, values in enumerate(tensor.reshape(21, 9).bfloat16().view(torch.int16).tolist()):
+        for column, value in enumerate(values):
+            rows[row] += value
+            columns[column] += value
+    assert [sums.tolist() for sums in identity._sums(tensor)] == [rows, columns]
