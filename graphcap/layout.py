@@ -63,7 +63,7 @@ def lay_out(recipe: Recipe, tokenizer, frame: Frame, continued: dict | None, say
 
     continued: as in build. Raises: GraphcapError for documents or a plan that cannot be used.
     """
-    loaded = load_data(recipe, tokenizer, frame.config.mask_token_id, say, note=note)
+    loaded = load_data(recipe, tokenizer, frame.config, say, note=note)
     held_out = loaded["held_out"].documents
     shapes = shapes_of(recipe, loaded["train"].documents, frame, continued)
     schedule = schedule_of(recipe, loaded["train"].documents, shapes)
@@ -79,7 +79,7 @@ def lay_out(recipe: Recipe, tokenizer, frame: Frame, continued: dict | None, say
 
 
 def load_data(
-    recipe: Recipe, tokenizer, mask_token_id: int, say, *, note, names: tuple[str, ...] = ("train", "held_out")
+    recipe: Recipe, tokenizer, config: DrafterConfig, say, *, note, names: tuple[str, ...] = ("train", "held_out")
 ) -> dict[str, Documents]:
     """The documents of these keys of [data]. Raises: DataError, ConfigError."""
     loaded = {}
@@ -100,17 +100,37 @@ def load_data(
             on_bad_line=recipe.data.on_bad_line,
             means=Means(cache, workers, told),
         )
-        used = loaded[name].documents.first_with(mask_token_id)
-        if used is not None:
-            raise ConfigError(
-                "recipe key",
-                "drafter.mask_token",
-                expected="a token that no text contains",
-                got=f"token {mask_token_id}, which stands in {used.place}",
-                fix="name an unused token with drafter.mask_token",
-            )
+        _check_tokens(loaded[name].documents, config)
         say(f"{name:<9} {loaded[name].summary()}  ({time.monotonic() - begin:.0f} s)")
+        num_long = int((loaded[name].documents.lengths > config.max_position_embeddings).sum())
+        if num_long:
+            positions = f"{config.max_position_embeddings:,} positions that the target was made for"
+            say(f"{name:<9} {num_long:,} documents are longer than the {positions}; data.max_length limits them")
     return loaded
+
+
+def _check_tokens(documents: DocumentList, config: DrafterConfig) -> None:
+    """Raises: ConfigError if a document has MASK, or a token that the target's embedding has no row for."""
+    mask, num_rows = config.mask_token_id, config.vocab_size
+    used = documents.first_where(lambda token_ids: (token_ids == mask) | (token_ids >= num_rows))
+    if used is None:
+        return
+    if used.token_ids.max() >= num_rows:
+        raise ConfigError(
+            "recipe key",
+            "target.path",
+            expected=f"a tokenizer whose tokens are rows of the target's embedding, 0 to {num_rows - 1}",
+            got=f"token {used.token_ids.max()}, which stands in {used.place}",
+            cause="tokens were added to the tokenizer and the embedding was not resized",
+            fix="give the tokenizer that belongs to the target",
+        )
+    raise ConfigError(
+        "recipe key",
+        "drafter.mask_token",
+        expected="a token that no text contains",
+        got=f"token {mask}, which stands in {used.place}",
+        fix="name an unused token with drafter.mask_token",
+    )
 
 
 def shapes_of(recipe: Recipe, documents: DocumentList, frame: Frame, continued: dict | None = None) -> Shapes:

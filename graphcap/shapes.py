@@ -59,7 +59,7 @@ def shapes(recipe: Recipe, wanted: Wanted, say) -> None:
     where = {"revision": recipe.target.revision, "trust_remote_code": recipe.target.trust_remote_code}
     tokenizer, skeleton = load_tokenizer(recipe.target.path, **where), load_skeleton(recipe.target.path, **where)
     config, _ = configure_drafter(recipe, skeleton, tokenizer)
-    loaded = load_data(recipe, tokenizer, config.mask_token_id, tell, note=_silent, names=("train",))["train"]
+    loaded = load_data(recipe, tokenizer, config, tell, note=_silent, names=("train",))["train"]
     frame = frame_of(recipe, skeleton, config, device=device, dtype=dtype)
     planned = shapes_of(recipe, loaded.documents, frame)
     if wanted.measure:

@@ -5,7 +5,7 @@ Called by conversations.py and tokencache.py.
 """
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,10 +78,10 @@ class DocumentList(Sequence):
         """int64 [n]: packing.num_anchors_of of each document. density: anchors per supervised token."""
         return np.minimum(self._numbers["candidates"], np.ceil(density * self.supervised)).astype(np.int64)
 
-    def first_with(self, token_id: int) -> Document | None:
-        """The first document that has this token, or None. Reads all tokens."""
+    def first_where(self, wanted: Callable[[np.ndarray], np.ndarray]) -> Document | None:
+        """The first document with a token for which `wanted`, token ids → bools, is true, or None. Reads all tokens."""
         for start in range(0, len(self._token_ids), _SCANNED_TOKENS):
-            found = np.flatnonzero(self._token_ids[start : start + _SCANNED_TOKENS] == token_id)
+            found = np.flatnonzero(wanted(self._token_ids[start : start + _SCANNED_TOKENS]))
             if len(found):
                 return self[int(np.searchsorted(self._numbers["start"], start + found[0], side="right")) - 1]
         return None

@@ -175,6 +175,7 @@ def no_tokenizer(folder: Path) -> None:
         (config(num_attention_heads=0), ["'target.path'", "config cannot be read"]),
         (config(num_key_value_heads=0), ["'target.path'", "num_key_value_heads = 0"]),
         (config(vocab_size=-1), ["'target.path'", "vocab_size = -1"]),
+        (config(vocab_size=65), ["'target.path'", "rows of the target's embedding, 0 to 64", "a.jsonl line 1"]),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

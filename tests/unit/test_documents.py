@@ -90,7 +90,7 @@ def test_columns_answer_as_loops_over_documents_do(tmp_path, tokenizer):
     ]
     for token in draw.sample(range(2048), 30):
         first = next((one.id for one in whole if token in one.token_ids), None)
-        found = loaded.documents.first_with(token)
+        found = loaded.documents.first_where(lambda token_ids: token_ids == token)
         assert (found.id if found else None) == first, f"seed {seed}, token {token}"
 
 
