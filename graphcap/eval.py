@@ -154,7 +154,8 @@ def _decoder(target: Target, drafter: Drafter, prompts: Prompts, note):
         for number, prompt in enumerate(prompts.token_ids):
             if note is not None:
                 note("decode")
-            replies.append(way(*who, prompt, steps=steps, generator=generator_of(prompts.seed, number), **limits))
+            steps.generator = generator_of(prompts.seed, number)
+            replies.append(way(*who, prompt, steps=steps, **limits))
         return replies
 
     try:

@@ -56,7 +56,7 @@ class FixedSteps:
 
     def __init__(self, target: Target, drafter: Drafter, *, max_length: int, sampling: Sampling = GREEDY) -> None:
         """max_length: tokens of the longest prompt, its reply and one block."""
-        self.sampling, self.generator = sampling, None
+        self.sampling, self.generator = sampling, torch.Generator()  # each reply's own is set before its prefill
         self.target, self.drafter, device = target, drafter, target.head_VD.device
         self.max_length, self.block_size = max_length, drafter.config.block_size
         self.cache = KeyValueCache(max_length)
@@ -70,7 +70,7 @@ class FixedSteps:
         self.draft_logits_JV = torch.zeros(shape, dtype=target.head_VD.dtype, device=device)
         self.uniform_2K = torch.zeros(2, self.block_size, dtype=torch.float64, device=device)  # for verifying, for drafting
         self.offset_K = torch.arange(self.block_size, device=device)
-        self.prefill([0, 0], torch.Generator())  # allocates the caches
+        self.prefill([0, 0])  # allocates the caches
         self._capturer, self._plain, self._draft, self._verify = None, self._plain_step, self._draft_step, self._verify_step
         if device.type == "cuda":
             self._capture(device)
@@ -93,12 +93,9 @@ class FixedSteps:
             self._capturer.close()
 
     @torch.no_grad()
-    def prefill(self, prompt_ids: list[int], generator: torch.Generator | None = None) -> tuple[int, float]:
-        """The reply's first token, and how far the largest logit is above the second.
-
-        generator: of this reply's uniform numbers; needed above temperature 0.
-        """
-        self.generator, self.cache.length = generator, 0
+    def prefill(self, prompt_ids: list[int]) -> tuple[int, float]:
+        """The reply's first token, and how far the largest logit is above the second."""
+        self.cache.length = 0
         token_ids = torch.tensor(prompt_ids, device=self.length.device)
         logits, features = self.target.extend(token_ids, self.cache, last_only=True)
         new = self.drafter.context(features, torch.arange(len(prompt_ids), device=token_ids.device))
@@ -120,7 +117,6 @@ class FixedSteps:
     def _write_uniforms(self, rows: int, columns: int) -> None:
         """The next uniform numbers of this reply into their buffer; at temperature 0 nobody reads it."""
         if self.sampling.temperature > 0:
-            assert self.generator is not None, "prefill gets a generator above temperature 0"
             self.uniform_2K[:rows, :columns] = uniforms(self.generator, rows, columns)
 
     def plain(self, token_id: int) -> tuple[int, float]:
@@ -131,7 +127,10 @@ class FixedSteps:
         return int(token), lead
 
     def speculative(self, token_id: int) -> Verification:
-        """One draft and verification; `token_id` is the one the step before returned."""
+        """One draft and verification; `token_id` is the one the step before returned.
+
+        It is on the device already. Launches two graphs and waits for them; on a CPU draft_s is 0.
+        """
         self._write_uniforms(2, self.block_size)
         timed = self._capturer is not None
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if timed else []

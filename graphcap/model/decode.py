@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from graphcap.model.attention import DenseAttention
+from graphcap.model.blocks import leading_matches
 from graphcap.model.drafter import Drafter
 from graphcap.model.sampling import GREEDY, Sampling, choose, propose, uniforms, verify
 from graphcap.model.target import KeyValueCache, Target
@@ -88,15 +89,14 @@ class EagerSteps:
         """drafter: None if only plain steps are taken. max_length: tokens of the longest prompt, its reply and one block."""
         self.target, self.drafter, self.device, self.sampling = target, drafter, target.head_VD.device, sampling
         self.cache, self.drafter_cache = KeyValueCache(max_length), DrafterCache(max_length)
-        self.generator: torch.Generator | None = None
+        self.generator: torch.Generator | None = (
+            None  # of a reply's uniform numbers; set before its prefill above temperature 0
+        )
 
     @torch.no_grad()
-    def prefill(self, prompt_ids: list[int], generator: torch.Generator | None = None) -> tuple[int, float]:
-        """The reply's first token, and how far the largest logit is above the second. Whatever was cached is forgotten.
-
-        generator: of this reply's uniform numbers; needed above temperature 0.
-        """
-        self.generator, self.cache.length, self.drafter_cache.length = generator, 0, 0
+    def prefill(self, prompt_ids: list[int]) -> tuple[int, float]:
+        """The reply's first token, and how far the largest logit is above the second. Whatever was cached is forgotten."""
+        self.cache.length = self.drafter_cache.length = 0
         logits, features = self.target.extend(torch.tensor(prompt_ids, device=self.device), self.cache, last_only=True)
         self.cache.length = len(prompt_ids)
         if self.drafter is not None:
@@ -112,7 +112,7 @@ class EagerSteps:
 
     @torch.no_grad()
     def speculative(self, token_id: int) -> Verification:
-        """One draft and verification behind `token_id`."""
+        """One draft and verification behind `token_id`, which stands right behind the cached tokens."""
         begin, block_size = time.perf_counter(), self.drafter.config.block_size
         verify_1K, draft_1K = self._uniforms(2, block_size).split(1)
         proposal = draft_logits(self.drafter, self.target, self.drafter_cache, token_id)
@@ -131,7 +131,7 @@ class EagerSteps:
         """The next uniform numbers of this reply; at temperature 0 nobody reads them."""
         if self.sampling.temperature == 0:
             return torch.zeros(rows, columns, dtype=torch.float64, device=self.device)
-        assert self.generator is not None, "prefill gets a generator above temperature 0"
+        assert self.generator is not None, "steps need a generator above temperature 0"
         return uniforms(self.generator, rows, columns).to(self.device)
 
 
@@ -141,17 +141,15 @@ def lead_of(logits_SV: Tensor) -> Tensor:
     return top[0] - top[1]
 
 
-def decode_plain(
-    target: Target, prompt_ids: list[int], *, max_new_tokens: int, stop_ids: set[int], steps=None, generator=None
-) -> Reply:
+def decode_plain(target: Target, prompt_ids: list[int], *, max_new_tokens: int, stop_ids: set[int], steps=None) -> Reply:
     """Decoding without a drafter, one token a forward.
 
-    steps: greedy EagerSteps by default; others take the same steps another way, or at another temperature. generator: of
-    the uniform numbers, for steps above temperature 0.
+    steps: greedy EagerSteps by default; others take the same steps another way, or above temperature 0, and then with the
+    reply's generator in `steps.generator`.
     """
     steps = steps or EagerSteps(target, None, max_length=len(prompt_ids) + max_new_tokens + 1)
     reply, begin = Reply(), time.perf_counter()
-    token_id, gap = steps.prefill(prompt_ids, generator)
+    token_id, gap = steps.prefill(prompt_ids)
     reply.token_ids, reply.gaps = [token_id], [gap]
     reply.prefill_s, begin = time.perf_counter() - begin, time.perf_counter()
     while len(reply.token_ids) < max_new_tokens and reply.token_ids[-1] not in stop_ids:
@@ -170,15 +168,14 @@ def decode_speculative(
     max_new_tokens: int,
     stop_ids: set[int],
     steps=None,
-    generator=None,
 ) -> Reply:
     """Speculative decoding: draft a block, verify it in one target forward, keep the leading drafts and one token more.
 
-    steps, generator: as for `decode_plain`.
+    steps: as for `decode_plain`.
     """
     steps = steps or EagerSteps(target, drafter, max_length=len(prompt_ids) + max_new_tokens + drafter.config.block_size + 1)
     reply, begin = Reply(), time.perf_counter()
-    reply.token_ids = [steps.prefill(prompt_ids, generator)[0]]
+    reply.token_ids = [steps.prefill(prompt_ids)[0]]
     reply.prefill_s, begin = time.perf_counter() - begin, time.perf_counter()
     while len(reply.token_ids) < max_new_tokens and reply.token_ids[-1] not in stop_ids:
         step = steps.speculative(reply.token_ids[-1])
@@ -190,14 +187,6 @@ def decode_speculative(
         reply.draft_s += step.draft_s
     reply.decode_s = time.perf_counter() - begin
     return reply
-
-
-def leading_match_count(drafted: list[int], chosen: list[int]) -> int:
-    """How many drafts, from the first on, are the target's own choice."""
-    for count, (left, right) in enumerate(zip(drafted, chosen)):
-        if left != right:
-            return count
-    return min(len(drafted), len(chosen))
 
 
 def cut(token_ids: list[int], *, stop_ids: set[int], room: int) -> list[int]:
@@ -217,7 +206,8 @@ def prompt_lookup_committed(prompt_ids: list[int], reply_ids: list[int], *, bloc
     while place < len(reply_ids):
         text = prompt_ids + reply_ids[:place]
         drafted = _looked_up(text, longest)[: block_size - 1]
-        matches = leading_match_count(drafted, reply_ids[place:])
+        equal = [draft == token for draft, token in zip(drafted, reply_ids[place:])]
+        matches = int(leading_matches(torch.tensor([equal], dtype=torch.bool)))
         step = min(matches + 1, len(reply_ids) - place)
         committed.append(step)
         place += step

@@ -38,7 +38,10 @@ class Identity:
 
 
 def identity_of(model: nn.Module, path: str) -> Identity:
-    """The identity of a model of transformers that was loaded from `path`, a folder or a Hub name."""
+    """The identity of a model of transformers that was loaded from `path`, a folder or a Hub name. Reads every parameter.
+
+    Raises: nothing of its own; a parameter on the meta device has no elements to read.
+    """
     name = Path(path).resolve().name if Path(path).is_dir() else path
     return Identity(name, _commit_of(model), fingerprint(model))
 

@@ -469,9 +469,9 @@ def test_captured_decoding_samples_what_the_eager_steps_sample(engine, rule):
     fixed, eager = FixedSteps(target, drafter, **settings), EagerSteps(target, drafter, **settings)
     for number, prompt in enumerate(([5], [7, 1, 30] * 6, [9, 2] * 20)):
         for way, who in ((decode_plain, (target,)), (decode_speculative, (target, drafter))):
-            replies = [
-                way(*who, prompt, max_new_tokens=32, stop_ids={3}, steps=steps, generator=generator_of(1, number))
-                for steps in (fixed, eager)
-            ]
+            replies = []
+            for steps in (fixed, eager):
+                steps.generator = generator_of(1, number)
+                replies.append(way(*who, prompt, max_new_tokens=32, stop_ids={3}, steps=steps))
             assert (replies[0].token_ids, replies[0].accepted) == (replies[1].token_ids, replies[1].accepted)
     fixed.close()

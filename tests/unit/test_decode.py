@@ -12,7 +12,6 @@ from graphcap.model.decode import (
     decode_plain,
     decode_speculative,
     draft_logits,
-    leading_match_count,
     prompt_lookup_committed,
     walk,
 )
@@ -194,14 +193,6 @@ def naive_everything(q, k, v, scale):
     return ((q @ k.transpose(1, 2)) * scale).softmax(-1) @ v
 
 
-def test_leading_match_count_stops_at_the_first_difference():
-    rng = random.Random(fresh_seed())
-    for _ in range(200):
-        left, right = ([rng.randrange(3) for _ in range(rng.randint(0, 5))] for _ in range(2))
-        shorter = min(len(left), len(right))
-        assert leading_match_count(left, right) == max(n for n in range(shorter + 1) if left[:n] == right[:n])
-
-
 def test_a_cut_ends_with_the_first_stop_token_or_the_room():
     assert cut([1, 2, 3, 4], stop_ids=set(), room=9) == [1, 2, 3, 4]
     assert cut([1, 2, 3, 4], stop_ids={3, 1000}, room=9) == [1, 2, 3]
@@ -243,7 +234,8 @@ def test_a_walk_takes_the_steps_that_decoding_would(target, recited):
     matches = {}
     for anchor in range(len(prompt), len(prompt) + LIMIT - 1):
         drafted = [drafter.token(anchor + k) for k in range(1, BLOCK)]
-        matches[anchor] = leading_match_count(drafted, drafter.text[anchor + 1 :])
+        right = [draft == token for draft, token in zip(drafted, drafter.text[anchor + 1 :])]
+        matches[anchor] = [*right, False].index(False)
     spoken = decode_speculative(target, drafter, prompt, max_new_tokens=LIMIT, stop_ids=set())
     assert walk(matches, len(prompt), len(prompt) + LIMIT - 1) == spoken.committed
     assert walk({0: 2, 3: 0, 4: 5}, 0, 6) == [3, 1, 2] and walk({}, 4, 4) == []

@@ -55,8 +55,8 @@ def test_fixed_shapes_sample_the_same_tokens_from_the_same_uniform_numbers(rule)
     for number, prompt in enumerate(toy.prompts):
 
         def reply(steps, way, *who, seed=4, prompt=prompt, number=number):
-            generator = generator_of(seed, number)
-            return way(*who, prompt, max_new_tokens=LIMIT, stop_ids={3}, steps=steps, generator=generator)
+            steps.generator = generator_of(seed, number)
+            return way(*who, prompt, max_new_tokens=LIMIT, stop_ids={3}, steps=steps)
 
         plain = [reply(steps, decode_plain, toy.target).token_ids for steps in (eager, fixed)]
         spoken = [reply(steps, decode_speculative, toy.target, toy.drafter) for steps in (eager, fixed)]

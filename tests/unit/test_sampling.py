@@ -166,7 +166,8 @@ def test_the_steps_draw_the_first_token_of_a_verification_as_plain_sampling_does
     seed = 11  # a p-value of fresh draws is under any bound now and then
     target, drafter = tiny_target(seed), random_drafter(seed, sharpness=3.0)
     steps = EagerSteps(target, drafter, max_length=16, sampling=Sampling(temperature=2.0, rule="sampled"))
-    steps.prefill([5, 9, 2], generator_of(seed, 0))
+    steps.generator = generator_of(seed, 0)
+    steps.prefill([5, 9, 2])
     expected = 800 * probabilities(target.extend(torch.tensor([7]), steps.cache)[0], 2.0)[0]
     seen = torch.zeros(len(expected), dtype=torch.float64)
     for _ in range(800):
