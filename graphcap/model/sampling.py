@@ -83,8 +83,8 @@ def verify(
 ) -> tuple[Tensor, Tensor]:
     """What a verification commits: tokens int64 [N, K], of which the first `kept` + 1 count, and kept drafts int64 [N].
 
-    drafted_NJ: int64, what `propose` gave, by other uniforms than these. draft_logits_JV: what they were drawn from, read by
-    the rule `sampled` alone. target_logits_KV: of the block [token, drafts]. Logits of any float dtype; uniform_NK: float64.
+    drafted_NJ: int64, what `propose` gave, by other uniforms than these. draft_logits_JV: what they were drawn from, read
+    by the rule `sampled` alone. target_logits_KV: of the block [token, drafts]. Logits in any float dtype; uniform_NK: float64.
     """
     if sampling.draws_drafts:
         return _keep_by_ratio(drafted_NJ, draft_logits_JV, target_logits_KV, sampling.temperature, uniform_NK)
