@@ -59,6 +59,7 @@ class TrainingRun:
     drafter: Drafter
     documents: Mapping[int, Document]
     held_out: DocumentList
+    prompts: list[list[int]]  # of held-out conversations, to decode at the end
     evaluation: Evaluation
     shapes: Shapes
     schedule: Schedule

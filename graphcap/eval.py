@@ -11,7 +11,6 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from graphcap.config import Data as DataSection
@@ -19,7 +18,6 @@ from graphcap.config import Eval as EvalSection
 from graphcap.config import Recipe, load_recipe
 from graphcap.config import Run as RunSection
 from graphcap.config import Target as TargetSection
-from graphcap.data.conversations import Document
 from graphcap.data.prompts import counted, load_prompts
 from graphcap.data.sources import short
 from graphcap.engine.decoding import FixedSteps
@@ -67,14 +65,6 @@ class Measured:
     result: dict
     plain: Plain
     drafted: list[Reply]
-
-
-def prompts_of(documents: list[Document], *, count: int) -> list[list[int]]:
-    """The first `count` documents up to their first supervised token, header included.
-
-    `load_prompts` asks the template instead, which may write more before the words than it asks with: an empty think block.
-    """
-    return [d.token_ids[: int(np.argmax(d.loss_mask))].tolist() for d in documents[:count]]
 
 
 def stop_ids_of(model, tokenizer) -> set[int]:

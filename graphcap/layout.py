@@ -6,6 +6,7 @@ Called by build.py, extract.py and shapes.py.
 
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from graphcap.data.costs import Costs, Sizes
 from graphcap.data.documents import Document, DocumentList
 from graphcap.data.packing import Schedule
 from graphcap.data.planner import Shapes, plan
+from graphcap.data.prompts import load_prompts
 from graphcap.data.reading import Means
 from graphcap.engine import memory
 from graphcap.engine.evaluation import Evaluation, fitting
@@ -34,6 +36,7 @@ class Layout:
 
     documents: Mapping[int, Document]
     held_out: DocumentList
+    prompts: list[list[int]]  # of the held-out conversations
     evaluation: Evaluation
     shapes: Shapes
     schedule: Schedule
@@ -71,6 +74,14 @@ def lay_out(recipe: Recipe, tokenizer, frame: Frame, continued: dict | None, say
     return Layout(
         documents=loaded["train"].documents.by_id(),
         held_out=held_out,
+        prompts=load_prompts(
+            recipe.data.held_out,
+            tokenizer,
+            count=recipe.eval.prompts,
+            on_bad_line=recipe.data.on_bad_line,
+            max_length=frame.config.max_position_embeddings - 1,
+            dropped=Counter(),  # what the documents' line has said
+        ),
         evaluation=Evaluation(fitting(held_out, shapes.buckets, count=recipe.eval.documents), shapes.buckets),
         shapes=shapes,
         schedule=schedule,

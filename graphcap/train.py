@@ -19,7 +19,7 @@ from graphcap.data.packing import Update
 from graphcap.engine.metrics import Fetch
 from graphcap.engine.step import RING
 from graphcap.errors import CheckpointError, TrainingError, closing
-from graphcap.eval import Prompts, at_dtype, measure, prompts_of, stop_ids_of
+from graphcap.eval import Prompts, at_dtype, measure, stop_ids_of
 from graphcap.extract import extract
 from graphcap.model.loading import dtype_name
 from graphcap.model.sampling import Sampling
@@ -380,7 +380,7 @@ def conclude(run: TrainingRun, *, eager: bool, say, note) -> dict:
     drafter = read_drafter(weights, dtype=dtype, device=device)
     untrained = make_drafter(recipe, drafter.config).to(device=device, dtype=dtype)
     prompts = Prompts(
-        token_ids=prompts_of(run.held_out, count=recipe.eval.prompts),
+        token_ids=run.prompts,
         stop_ids=stop_ids_of(target.model, run.tokenizer),
         max_new_tokens=recipe.eval.max_new_tokens,
         passes=recipe.eval.passes,

@@ -23,7 +23,7 @@ from graphcap.config import load_recipe
 from graphcap.data.conversations import Document
 from graphcap.engine.decoding import FixedSteps
 from graphcap.engine.evaluation import Evaluation, fitting
-from graphcap.eval import compare, prompts_of, stop_ids_of, tie_of
+from graphcap.eval import compare, stop_ids_of, tie_of
 from graphcap.model.decode import Reply, decode_plain, decode_speculative
 from graphcap.model.loading import dtype_name, load_model
 from graphcap.ops import blackbox, checkpoint, report
@@ -61,11 +61,14 @@ def seconds_per_token(replies: list[Reply]) -> float:
 def measure(folder: Path, *, num_prompts: int, max_new_tokens: int, with_generate: int) -> dict:
     weights = checkpoint.best(folder / "checkpoints") or checkpoint.newest(folder / "checkpoints")[0]
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
-        recipe = load_recipe(folder / "config.toml", [f"drafter.init={weights}", f"run.out={memory}", "run.name=bench"])
+        recipe = load_recipe(
+            folder / "config.toml",
+            [f"drafter.init={weights}", f"run.out={memory}", "run.name=bench", f"eval.prompts={num_prompts}"],
+        )
         run = build(recipe, continued=None, say=print, recorder=blackbox.Recorder(Path(memory), rank=0))
     target, head = run.target, run.target.head_VD
     drafter = read_drafter(weights, dtype=head.dtype, device=head.device)
-    prompts, stop_ids = prompts_of(run.held_out, count=num_prompts), stop_ids_of(target.model, run.tokenizer)
+    prompts, stop_ids = run.prompts, stop_ids_of(target.model, run.tokenizer)
     limits = {"max_new_tokens": max_new_tokens, "stop_ids": stop_ids}
     longest = max(map(len, prompts)) + max_new_tokens + drafter.config.block_size + 1
     steps = FixedSteps(target, drafter, max_length=longest)

@@ -1,6 +1,6 @@
 """Files of conversations → prompts to decode: token ids as a target is asked to go on, with all that is passed over counted.
 
-Called by eval.py.
+Called by layout.py and eval.py.
 """
 
 from collections import Counter

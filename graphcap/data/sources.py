@@ -30,7 +30,7 @@ FORMS = {
     "prompt + response": ("prompt", "response"),
     "input_ids + loss_mask": ("input_ids", "loss_mask"),
 }
-_COLUMNS = {key for keys in FORMS.values() for key in keys} | {"tools"}  # of a table; all others stay unread
+_COLUMNS = {key for keys in FORMS.values() for key in keys} | {"tools", "system"}  # of a table; all others stay unread
 
 _PICKLES = (".pkl", ".pickle", ".pt", ".pth", ".bin")
 HUB_BYTES = 1 << 30  # a data set of the Hub is taken to be large: its commit tells what it is

@@ -3,14 +3,12 @@
 import json
 from collections import Counter
 
-import numpy as np
 import pytest
 import torch
 
-from graphcap.data.conversations import Document
 from graphcap.data.prompts import counted
 from graphcap.errors import DataError
-from graphcap.eval import TIE, Prompts, compare, load_prompts, measure, prompts_of, tie_of
+from graphcap.eval import TIE, Prompts, compare, load_prompts, measure, tie_of
 from graphcap.model.decode import Reply
 from graphcap.model.sampling import Sampling
 from graphcap.ops.report import acceptance, side_by_side, table
@@ -35,12 +33,6 @@ def test_a_difference_is_a_tie_only_if_the_two_largest_logits_are_that_close():
 
 def test_a_tie_is_1e_4_in_float32_and_wider_in_bfloat16():
     assert tie_of(torch.float32) == 1e-4 and tie_of(torch.bfloat16) == 0.25
-
-
-def test_prompts_end_where_supervision_begins():
-    mask = np.array([0, 0, 0, 1, 1, 0, 1], bool)
-    document = Document(id=0, token_ids=np.arange(7, dtype=np.int32), loss_mask=mask, source="x", line=1)
-    assert prompts_of([document, document], count=1) == [[0, 1, 2]]
 
 
 def chat(*texts: str, first: int = 0) -> dict:

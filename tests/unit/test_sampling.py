@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import graphcap
-from graphcap.data.conversations import Document, load_documents
+from graphcap.data.conversations import Document
+from graphcap.data.prompts import load_prompts
 from graphcap.engine.evaluation import Evaluation
-from graphcap.eval import prompts_of, stop_ids_of
+from graphcap.eval import stop_ids_of
 from graphcap.model.decode import EagerSteps, decode_plain, decode_speculative, draft_logits, walk
 from graphcap.model.drafter import Drafter
 from graphcap.model.loading import load_model, load_tokenizer
@@ -38,9 +39,9 @@ class Tiny:
         model = load_model(str(TINY), revision="main", dtype=torch.float32, device="cpu", trust_remote_code=False)
         tokenizer = load_tokenizer(str(TINY), revision="main", trust_remote_code=False)
         held_out = (str(TINY / "conversations" / "held_out.jsonl"),)
-        documents = load_documents(held_out, tokenizer, max_length=512, on_long="drop", on_bad_line="error").documents
         self.target, self.stop_ids = Target(model, (1, 5, 9)), stop_ids_of(model, tokenizer)
-        self.prompts = prompts_of(documents, count=200 if FULL else 20)
+        reading = {"on_bad_line": "error", "max_length": 512, "dropped": Counter()}
+        self.prompts = load_prompts(held_out, tokenizer, count=200 if FULL else 20, **reading)
         limits = {"max_new_tokens": LIMIT, "stop_ids": self.stop_ids}
         self.replies = [decode_plain(self.target, prompt, **limits).token_ids for prompt in self.prompts]
         sizes = {"hidden_size": 160, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
