@@ -57,6 +57,7 @@ def tiny_model(family: str, seed: int, **changes) -> nn.Module:
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
         "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
+        "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
     }[family]
     sizes = {
         "hidden_size": HIDDEN,
@@ -75,6 +76,8 @@ def tiny_model(family: str, seed: int, **changes) -> nn.Module:
     if family == "gemma3":
         kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
         sizes |= {"sliding_window": 8, "layer_types": kinds, "query_pre_attn_scalar": 8}
+    if family == "mixtral":
+        sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     model = model_class(config_class(**(sizes | changes))).requires_grad_(False).eval()
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():

@@ -87,6 +87,15 @@ def test_case_3_a_packed_document_does_not_feel_its_neighbour(packed):
         assert not torch.equal(left.losses(left.features)[~of_q], right.losses(right.features)[~of_q])  # must fail
 
 
+def test_case_3_a_mixture_of_experts_feels_its_neighbour_by_rounding_alone(packed):
+    seed, row, changed = packed
+    target, drafter = tiny_target(seed, family="mixtral"), random_drafter(seed)
+    left, right = (Forward(target, drafter, arrays, length=128, num_anchors=16) for arrays in (row, changed))
+    scale = left.features[61:].norm()
+    assert (left.features[61:] - right.features[61:]).norm() < 1e-5 * scale  # an expert's tokens are another batch now
+    assert (left.features[:61] - right.features[:61]).norm() > 0.1 * scale  # must fail
+
+
 def test_case_3_the_loss_of_q_has_no_gradient_in_the_features_of_p(packed):
     seed, row, _ = packed
     forward = Forward(tiny_target(seed), random_drafter(seed), row, length=128, num_anchors=16)
