@@ -18,7 +18,7 @@ from graphcap.data.conversations import Documents, load_documents
 from graphcap.data.costs import Costs, Sizes
 from graphcap.data.documents import Document, DocumentList
 from graphcap.data.packing import Schedule
-from graphcap.data.planner import Shapes, plan
+from graphcap.data.planner import Shapes, lengthened, plan
 from graphcap.data.prompts import load_prompts
 from graphcap.data.reading import Means
 from graphcap.engine import memory
@@ -27,6 +27,7 @@ from graphcap.errors import ConfigError
 from graphcap.model.drafter import Drafter, DrafterConfig
 from graphcap.ops import caches
 
+ROWS_OF_AN_UPDATE = 4  # or more, where rows are lengthened
 MOST_TEXT_WORKERS = 16  # processes that tokenise; each takes about 120 MB
 
 
@@ -159,7 +160,7 @@ def shapes_of(recipe: Recipe, documents: DocumentList, frame: Frame, continued: 
         shapes = plan(
             lengths,
             anchors,
-            row_length=wanted.row_length,
+            row_length=wanted.row_length or _row_length(recipe, lengths, anchors, frame),
             max_buckets=wanted.max_buckets,
             ids=documents.ids,
             costs=frame.costs,
@@ -181,6 +182,24 @@ def shapes_of(recipe: Recipe, documents: DocumentList, frame: Frame, continued: 
     if frame.room_bytes is not None:
         frame.memory.check_fit(shapes.buckets, frame.room_bytes)
     return shapes
+
+
+def _row_length(recipe: Recipe, lengths, anchors, frame: Frame) -> int:
+    """Tokens of the largest bucket where the recipe names none; 0: as short as the documents allow.
+
+    Longer rows only where the GPU's memory is known, several documents share a row, and an update keeps a few rows to share
+    among ranks.
+    """
+    if frame.room_bytes is None or recipe.shapes.rows == "single" or recipe.optimizer.rows_per_update:
+        return 0
+    return lengthened(
+        lengths,
+        anchors,
+        block_size=frame.config.block_size,
+        costs=frame.costs,
+        most_length=recipe.optimizer.tokens_per_update // ROWS_OF_AN_UPDATE,
+        fits=lambda bucket: frame.memory.needed_bytes(bucket) <= frame.room_bytes,
+    )
 
 
 def schedule_of(recipe: Recipe, documents: DocumentList, shapes: Shapes) -> Schedule:
@@ -227,6 +246,8 @@ def costs_of(skeleton, config: DrafterConfig) -> Costs:
             head=head,
             target_width=ran * text.num_attention_heads * own_head_dim,
             drafter_width=config.num_layers * heads,
+            target_layers=ran,
+            drafter_layers=config.num_layers,
         )
     )
 

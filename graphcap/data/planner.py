@@ -23,6 +23,7 @@ from graphcap.errors import ConfigError, DataError
 TILE_TOKENS = 128
 # Rows shorter than this waste launches, so short documents share rows at least this long where there are enough.
 LEAST_ROW_TOKENS = 2048
+_LEAST_ROWS = 64  # of an epoch, where rows are made longer than the documents need
 _MAX_FILE_BYTES = 64 * 1024
 ROWS = ("packed", "single")
 _KEYS = (
@@ -234,8 +235,7 @@ def plan(
         raise ConfigError(
             "recipe key", "shapes.row_length", expected=f"a multiple of {TILE_TOKENS}", got=str(row_length), fix=f"write {near}"
         )
-    shared = min(LEAST_ROW_TOKENS, int(lengths.sum())) if rows == "packed" else 0
-    length = row_length or search.round_up(max(int(lengths.max()), shared), TILE_TOKENS)
+    length = row_length or _least_length(lengths, rows)
     unit = TILE_TOKENS // math.gcd(TILE_TOKENS, block_size)  # N in these units makes N · block_size whole tiles
     largest = Bucket(length, search.round_up(int(anchor_counts.max()), unit))
     check_fit(largest, np.arange(len(lengths)) if ids is None else np.asarray(ids), lengths, anchor_counts)
@@ -263,6 +263,29 @@ def plan(
         rows=rows,
         costs=costs,
     )
+
+
+def _least_length(lengths: np.ndarray, rows: str) -> int:
+    shared = min(LEAST_ROW_TOKENS, int(lengths.sum())) if rows == "packed" else 0
+    return search.round_up(max(int(lengths.max()), shared), TILE_TOKENS)
+
+
+def lengthened(lengths: np.ndarray, anchor_counts: np.ndarray, *, block_size: int, costs: Costs, most_length: int, fits) -> int:
+    """The row length that `plan` begins with, doubled while a micro step's constant is more than a hundredth of its time.
+
+    lengths, anchor_counts: int [n]. most_length: tokens. fits(bucket): whether the memory holds it. Never so long that the
+    documents fill fewer than 64 rows.
+    """
+    length, num_tokens = _least_length(lengths, "packed"), int(lengths.sum())
+
+    def bucket_of(length: int) -> Bucket:
+        return Bucket(length, max(int(anchor_counts.max()), length * int(anchor_counts.sum()) // max(1, num_tokens)))
+
+    while 2 * length <= most_length and 2 * length * _LEAST_ROWS <= num_tokens and fits(bucket_of(2 * length)):
+        if 100 * costs.micro_step_ps <= costs.bucket(length, bucket_of(length).num_anchors, block_size):
+            break
+        length *= 2
+    return length
 
 
 def _histogram(lengths: np.ndarray, anchor_counts: np.ndarray) -> dict:

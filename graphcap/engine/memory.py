@@ -2,7 +2,8 @@
 
 Counted, tensor by tensor, from what a micro step keeps at its fullest moment, which is the head and loss of the last chunk (or,
 with gradient checkpointing and a small vocabulary, a layer run again in the backward). A graph's pool adds what the allocator
-rounds up. tests/cuda/test_memory.py holds it against what a captured bucket takes.
+rounds up. What is predicted is the most that is allocated; torch's allocator may hold a few percent more in parts of segments
+that it cannot give back. tests/cuda/test_memory.py holds it against a captured bucket.
 
 Called by layout.py and shapes.py.
 """

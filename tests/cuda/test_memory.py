@@ -1,4 +1,4 @@
-"""Predicted memory against what a captured bucket takes: target, drafter, optimizer and pool, CUDA's context apart."""
+"""Predicted memory against the most that is allocated while a bucket is made ready, CUDA's context apart."""
 
 import gc
 
@@ -20,9 +20,17 @@ def measured_and_predicted(bucket: Bucket, *, checkpointing: bool = False, chunk
     torch._dynamo.reset()
     gc.collect()
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
     model = tiny_model(
-        "llama", 0, hidden_size=576, num_attention_heads=9, num_key_value_heads=3, intermediate_size=1536, vocab_size=49152
+        "llama",
+        0,
+        hidden_size=576,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        head_dim=64,
+        intermediate_size=1536,
+        vocab_size=49152,
     )
     target = Target(model.to("cuda", torch.bfloat16), (0, 1, 2))
     config = drafter_config(**WIDTHS, num_layers=3, block_size=16, target_layer_ids=(0, 1, 2), mask_token_id=0)
@@ -31,7 +39,7 @@ def measured_and_predicted(bucket: Bucket, *, checkpointing: bool = False, chunk
     drafter.checkpointing = checkpointing
     engine = Engine(make_step(target, drafter, chunk_tokens=chunk_tokens), (bucket,))
     engine.prepare(eager=False)
-    measured = engine.start_up.memory_bytes - before
+    measured = torch.cuda.max_memory_allocated() - before
     engine.close()
     sizes = Sizes(
         drafter=config,

@@ -66,8 +66,14 @@ def test_sums_are_those_of_a_loop_and_json_reads_back():
 
 def test_assumed_costs_follow_the_sizes():
     sizes = {"target": 10**9, "context": 10**7, "drafter": 10**8, "head": 10**8, "target_width": 10**4, "drafter_width": 10**3}
+    sizes |= {"target_layers": 20, "drafter_layers": 5}
     small = Costs.assumed(Sizes(**sizes))
-    for name, cost in (("target", "token_ps"), ("head", "draft_token_ps"), ("target_width", "pair_ps")):
+    for name, cost in (
+        ("target", "token_ps"),
+        ("head", "draft_token_ps"),
+        ("target_width", "pair_ps"),
+        ("drafter_layers", "micro_step_ps"),
+    ):
         large = Costs.assumed(Sizes(**{**sizes, name: 3 * sizes[name]}))
         changed = {key for key, value in large.to_json().items() if value != getattr(small, key)}
         assert changed == {cost} and getattr(large, cost) > getattr(small, cost)
