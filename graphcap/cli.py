@@ -9,7 +9,7 @@ import os
 import sys
 
 from graphcap import __version__
-from graphcap.errors import GraphcapError
+from graphcap.errors import GraphcapError, of_file_system
 
 NOTE = "loads the target, plans the rows, trains, then decodes; the time left is shown once training runs"
 TRAIN_EXAMPLE = """example:
@@ -257,19 +257,8 @@ def main(arguments: list[str] | None = None) -> int:
         _give_up_output()
         return 1
     except OSError as error:
-        print(f"graphcap: {_of_the_file_system(error)}", file=sys.stderr)
+        print(f"graphcap: {of_file_system(error)}", file=sys.stderr)
         return 1
-
-
-def _of_the_file_system(error: OSError) -> GraphcapError:
-    """A full disk, a missing right, a vanished folder, in the one form."""
-    return GraphcapError(
-        "file",
-        error.filename or "being written",
-        expected="a file system that takes it",
-        got=error.strerror or str(error),
-        fix="free space or mend the rights, then give the same command again: it continues from the newest checkpoint",
-    )
 
 
 def _give_up_output() -> None:
@@ -325,11 +314,19 @@ def _train(options) -> int:
         return train(recipe, rank=place, eager=options.eager, say=_say)
 
 
+_unsaid: list[str] = []  # lines that the disk of a rank's standard output had no room for
+
+
 def _say(line: str) -> None:
+    _unsaid.append(line)
     try:
-        print(line, flush=True)
+        while _unsaid:
+            print(_unsaid[0], flush=True)
+            del _unsaid[0]
     except BrokenPipeError:
         _give_up_output()
+    except OSError:
+        pass  # they come with a later line
 
 
 def _export(options) -> int:

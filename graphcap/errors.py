@@ -51,6 +51,17 @@ def _restored(kind: type, args: tuple, parts: dict) -> GraphcapError:
     return error
 
 
+def of_file_system(error: OSError) -> GraphcapError:
+    """A full disk, a missing right, a vanished folder, in the one form."""
+    return GraphcapError(
+        "file",
+        error.filename or "being written",
+        expected="a file system that takes it",
+        got=error.strerror or str(error),
+        fix="free space or mend the rights, then give the same command again: it continues from the newest checkpoint",
+    )
+
+
 class UserError(GraphcapError, ValueError):
     """Something the user must mend: exit code 2."""
 
