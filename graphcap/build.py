@@ -244,20 +244,33 @@ def configure_drafter(recipe: Recipe, model, tokenizer) -> tuple[DrafterConfig, 
 
 
 def _sized(recipe: Recipe, text, *, vocab_size: int, mask_token_id: int) -> DrafterConfig:
-    """The recipe's sizes, and those of the target's text config where it names none."""
-    wanted, num_layers = recipe.drafter, text.num_hidden_layers
-    heads = wanted.num_heads or text.num_attention_heads
+    """The recipe's sizes, and those of the target's text config where it names none.
+
+    Raises: ConfigError for a target without rotary positions, or whose config lacks a size.
+    """
+    wanted, theta = recipe.drafter, rope_theta(text)
+    sizes = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "max_position_embeddings")
+    wrong = [f"{name} {size}" for name in sizes if type(size := getattr(text, name, None)) is not int or size < 1]
+    if wrong:
+        raise ConfigError(
+            "target",
+            text.model_type,
+            expected="a causal language model whose config has its sizes as whole numbers above 0",
+            got=", ".join(wrong),
+            fix="mend its config.json, or use another target",
+        )
+    num_layers, heads = text.num_hidden_layers, wanted.num_heads or text.num_attention_heads
     head_dim = wanted.head_dim or getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return DrafterConfig(
         hidden_size=text.hidden_size,
         num_layers=wanted.num_layers,
         num_heads=heads,
-        num_kv_heads=wanted.num_kv_heads or text.num_key_value_heads,
+        num_kv_heads=wanted.num_kv_heads or getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
         head_dim=head_dim,
         intermediate_size=wanted.intermediate_size or text.intermediate_size,
         vocab_size=vocab_size,
-        rms_norm_eps=text.rms_norm_eps,
-        rope_theta=rope_theta(text),
+        rms_norm_eps=getattr(text, "rms_norm_eps", None) or getattr(text, "layer_norm_eps", None) or 1e-6,
+        rope_theta=theta,
         max_position_embeddings=text.max_position_embeddings,
         block_size=wanted.block_size,
         mask_token_id=mask_token_id,
