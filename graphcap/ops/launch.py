@@ -120,9 +120,6 @@ class Supervisor:
         """Start the ranks, watch them to their end, and say how it was."""
         own = self.folder / "rank-0"
         own.mkdir(exist_ok=True)
-        for stream in ("stdout", "stderr"):
-            if (own / stream).exists():
-                (own / stream).replace(own / f"{stream}.before")
         (own / gpucore.NAME).unlink(missing_ok=True)
         records.forget(self.memory)
         self._read_bytes, self._shown_update, self.cause, self.at_once = 0, -1, "", False

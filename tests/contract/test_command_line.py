@@ -228,14 +228,22 @@ def test_a_refused_start_takes_only_its_own_files_and_puts_the_end_before_it_bac
     claim = runfolder.Claim(recipe, "graphcap train x")
     assert not claim.leave_nothing()  # a run that had begun: its end has to be written
     claim.close()
-    (recipe.folder / "start.json").unlink()
     checkpoint.write_json(recipe.folder / "end.json", ending.of_exit(recipe.folder, code=-11, command="graphcap train x"))
-    claim = runfolder.Claim(recipe, "graphcap train x")
+    ranks = recipe.folder / "rank-0"
+    ranks.mkdir()
+    for name in ("flight.bin", "stdout", "stderr"):
+        (ranks / name).write_text(f"{name} of the start that died")
+    before = {path: path.read_bytes() for path in recipe.folder.rglob("*") if path.is_file()}
+    claim = runfolder.Claim(recipe, "graphcap train y")
     assert not (recipe.folder / "end.json").exists() and runfolder.is_claimed(recipe.folder)
+    assert not (ranks / "flight.bin").exists(), "an earlier start's record is not taken for this one's"
     assert "before    dead · rank 0 · SIGSEGV" in (recipe.folder / "run.log").read_text()
+    for name in ("flight.bin", "traceback.txt", "stdout", "stderr"):
+        (ranks / name).write_text("of the refused one")
     assert claim.leave_nothing()
     claim.close()
-    assert (recipe.folder / "end.json").exists() and not runfolder.is_claimed(recipe.folder)
+    assert {path: path.read_bytes() for path in recipe.folder.rglob("*") if path.is_file()} == before
+    assert not runfolder.is_claimed(recipe.folder)
 
 
 def test_one_of_several_ranks_is_refused_before_it_writes_what_the_others_write(tmp_path, monkeypatch, capsys):
