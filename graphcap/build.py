@@ -213,7 +213,7 @@ def _check_same_target(identity: Identity, recipe: Recipe, continued: dict | Non
             got=str(identity),
             fix="put it back or name its commit with target.revision, or start a new run with run.name=OTHER",
         )
-    began = read_target(Path(recipe.drafter.init)) if recipe.drafter.init else None
+    began = read_target(checkpoint.weights_of(recipe.drafter.init)) if recipe.drafter.init else None
     if began is not None and began.fingerprint != identity.fingerprint:
         say(f"warm start {recipe.drafter.init} was trained for another target: {began}; this one is {identity}")
 
@@ -222,7 +222,7 @@ def _check_disk(recipe: Recipe, target_config, dtype: torch.dtype) -> None:
     """Whether the run's checkpoints will fit, from the target's config alone: before anything large is loaded."""
     text = target_config.get_text_config()
     if recipe.drafter.init:
-        config = read_config(Path(recipe.drafter.init))
+        config = read_config(checkpoint.weights_of(recipe.drafter.init))
     else:
         config = _sized(recipe, text, vocab_size=text.vocab_size, mask_token_id=0)
     with torch.device("meta"):
@@ -284,7 +284,7 @@ def _configured_as(recipe: Recipe, model, tokenizer) -> DrafterConfig:
 
     Raises: ConfigError naming every key that differs; CheckpointError for another target's drafter.
     """
-    wanted, loaded = recipe.drafter, read_config(Path(recipe.drafter.init))
+    wanted, loaded = recipe.drafter, read_config(checkpoint.weights_of(recipe.drafter.init))
     check_fits(loaded, model.config, folder=wanted.init)
     names = ("num_layers", "block_size", "target_layer_ids", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
     if not wanted.target_layer_ids:
@@ -315,9 +315,10 @@ def _listed(value) -> str:
 
 
 def make_drafter(recipe: Recipe, drafter_config: DrafterConfig) -> Drafter:
-    """A drafter as it is before training: from the seed, or from the folder `drafter.init`."""
+    """A drafter as it is before training: from the seed, or from `drafter.init`, a run's or a drafter's folder."""
     if recipe.drafter.init:
-        return read_drafter(Path(recipe.drafter.init), dtype=torch.float32, device=torch.device("cpu")).requires_grad_(True)
+        folder = checkpoint.weights_of(recipe.drafter.init)
+        return read_drafter(folder, dtype=torch.float32, device=torch.device("cpu")).requires_grad_(True)
     drafter = Drafter(drafter_config)
     drafter.initialize(recipe.run.seed)
     return drafter

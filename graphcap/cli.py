@@ -9,7 +9,7 @@ import os
 import sys
 
 from graphcap import __version__
-from graphcap.errors import GraphcapError, of_file_system
+from graphcap.errors import GraphcapError, in_the_one_form
 
 NOTE = "loads the target, plans the rows, trains, then decodes; the time left is shown once training runs"
 TRAIN_EXAMPLE = """example:
@@ -256,8 +256,11 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:
         _give_up_output()
         return 1
-    except OSError as error:
-        print(f"graphcap: {of_file_system(error)}", file=sys.stderr)
+    except (OSError, MemoryError, RuntimeError) as error:
+        told = in_the_one_form(error)
+        if told is error:
+            raise
+        print(f"graphcap: {told}", file=sys.stderr)
         return 1
 
 

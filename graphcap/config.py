@@ -107,7 +107,9 @@ class Drafter:
     num_kv_heads: int = key(0, "key and value heads; 0: as the target's", unit="heads", resume="same", low=0)
     head_dim: int = key(0, "head size; 0: as the target's", resume="same", low=0)
     checkpointing: bool = key(False, "gradient checkpointing: less memory, each layer's forward runs twice", resume="free")
-    init: str = key("", "drafter folder to start from; empty: random weights", resume="same")
+    init: str = key(
+        "", "drafter folder, or a run, whose best checkpoint counts, to start from; empty: random weights", resume="same"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ process with exit code 2. A failure of CUDA is a `CaptureError` (exit code 1). O
 """
 
 import contextlib
+import re
 
 
 @contextlib.contextmanager
@@ -51,14 +52,27 @@ def _restored(kind: type, args: tuple, parts: dict) -> GraphcapError:
     return error
 
 
-def of_file_system(error: OSError) -> GraphcapError:
-    """A full disk, a missing right, a vanished folder, in the one form."""
+def in_the_one_form(error: BaseException) -> BaseException:
+    """What a file system or the memory refused, in the one form; any other error as it is."""
+    if isinstance(error, OSError):
+        return GraphcapError(
+            "file",
+            error.filename or "being written",
+            expected="a file system that takes it",
+            got=error.strerror or str(error),
+            fix="free space or mend the rights, then give the same command again: it continues from the newest checkpoint",
+        )
+    # By torch's words, which differ by device: this loads no torch.
+    refused = isinstance(error, RuntimeError) and re.search("can't allocate memory|out of memory", str(error))
+    if not refused and not isinstance(error, MemoryError):
+        return error
+    asked = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
     return GraphcapError(
-        "file",
-        error.filename or "being written",
-        expected="a file system that takes it",
-        got=error.strerror or str(error),
-        fix="free space or mend the rights, then give the same command again: it continues from the newest checkpoint",
+        "memory",
+        "of this process",
+        expected="room for the models and the largest row",
+        got=f"none for {asked[1]} more" if asked else "none",
+        fix="set shapes.row_length lower, end other programs, or use a machine with more memory",
     )
 
 

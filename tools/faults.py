@@ -402,7 +402,7 @@ FAULTS = (
     Fault("exception", raise_exception, "^RuntimeError: planted by the drill", **ANYWHERE),
     Fault("exit code 0", lambda place: os._exit(0), "exit code 0 before it had finished", **ANYWHERE),
     Fault("stack overflow", overflow_stack, "^SIGSEGV", **ANYWHERE),
-    Fault("out of memory", exhaust_memory, "^MemoryError", **ANYWHERE),
+    Fault("out of memory", exhaust_memory, "^memory .*Fix: set shapes.row_length", **ANYWHERE),
     Fault("deadlock", deadlock, "^deadline", settings=QUICK, also=traced),
     Fault("stopped process", to_rank(SIGSTOP), "deadline", settings=QUICK),
     Fault("disk full", fill_disk, FULL, phases=("step", "save"), later=True, again=True, undone=True),

@@ -17,7 +17,7 @@ import time
 import traceback
 
 from graphcap.config import Recipe
-from graphcap.errors import ConfigError, GraphcapError, of_file_system
+from graphcap.errors import ConfigError, GraphcapError, in_the_one_form
 from graphcap.ops import blackbox, checkpoint, ending, faults, records, runfolder
 
 ON_END_S = 20
@@ -151,7 +151,7 @@ def _watched(rank: Rank, claim: "runfolder.Claim | None", command: str):
         if isinstance(error, KeyboardInterrupt):
             code, reason = 3, "at once, on request"
             rank.recorder.note("stopped")
-        told = of_file_system(error) if isinstance(error, OSError) else error
+        told = in_the_one_form(error)
         text = str(told) if hasattr(told, "exit_code") else f"{type(error).__name__}: {error}".removesuffix(": ")
         rank.recorder.error(ending.hidden(text))
         raise

@@ -79,7 +79,12 @@ def assert_refused(place: Path, tmp_path: Path, overrides: list[str], words: lis
         (["drafter.init={place}/drafter", "drafter.num_tapped_layers=3"], ["'drafter.num_tapped_layers'", "expected 2, as"]),
         (["drafter.init={place}/drafter", "drafter.mask_token=<|im_start|>"], ["'drafter.mask_token'", "got <|im_start|>"]),
         (
-            ["drafter.init={place}/drafter", "drafter.num_heads=2", "drafter.intermediate_size=96", "drafter.mask_token=<|mask|>"],
+            [
+                "drafter.init={place}/drafter",
+                "drafter.num_heads=2",
+                "drafter.intermediate_size=96",
+                "drafter.mask_token=<|mask|>",
+            ],
             ["'drafter.intermediate_size, drafter.num_heads'", "expected 64; 4, as in", "got 96; 2"],
         ),
     ],

@@ -191,6 +191,26 @@ def test_a_refusal_of_the_file_system_is_told_in_the_one_form(capsys, monkeypatc
     assert "file 'runs/out/x/metrics.jsonl'" in error and "No space left" in error and ". Fix: free space" in error
 
 
+def test_memory_that_is_not_there_is_told_in_the_one_form(capsys, monkeypatch):
+    import torch
+
+    from graphcap import cli
+
+    asked = [
+        (lambda: torch.empty(2**45, dtype=torch.uint8), "none for 35184372088832 bytes more."),
+        (lambda: [0] * 2**59, "none."),
+    ]
+    for allocate, got in asked:
+        monkeypatch.setattr(cli, "_train", lambda options, allocate=allocate: allocate())
+        assert main(["train", TINY]) == 1
+        error = capsys.readouterr().err
+        expected = "memory 'of this process': expected room for the models and the largest row, got"
+        assert f"{expected} {got} Fix: set shapes.row_length lower" in error
+    monkeypatch.setattr(cli, "_train", lambda options: torch.zeros(2) @ torch.zeros(3))
+    with pytest.raises(RuntimeError, match="size"):  # must fail: any other RuntimeError is our bug and keeps its traceback
+        main(["train", TINY])
+
+
 def test_status_of_a_runs_folder_loads_no_torch(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
