@@ -250,18 +250,25 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"graphcap: {error.told}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        go_on = {"train": "; the same command continues from the newest checkpoint", "extract": "; the same command continues"}
-        print(f"graphcap: stopped on request{go_on.get(options.verb, '')}", file=sys.stderr)
-        return 3
+        return _stopped(options)
     except BrokenPipeError:
         _give_up_output()
         return 1
     except (OSError, MemoryError, RuntimeError) as error:
+        if isinstance(error.__cause__, KeyboardInterrupt):  # Python 3.11 wraps one that comes while a class is made
+            return _stopped(options)
         told = in_the_one_form(error)
         if told is error:
             raise
         print(f"graphcap: {told}", file=sys.stderr)
         return 1
+
+
+def _stopped(options) -> int:
+    go_on = {"train": "; the same command continues from the newest checkpoint", "extract": "; the same command continues"}
+    nothing_to_go_on_with = options.verb == "train" and options.dry_run
+    print(f"graphcap: stopped on request{'' if nothing_to_go_on_with else go_on.get(options.verb, '')}", file=sys.stderr)
+    return 3
 
 
 def _give_up_output() -> None:

@@ -409,7 +409,7 @@ def _check(recipe: Recipe, needed: tuple) -> None:
                 field.metadata,
                 f"{section.name}.{field.name}",
             )
-            if value == REQUIRED:
+            if field.default == REQUIRED and value in (REQUIRED, ""):
                 raise ConfigError(
                     "recipe key", where, expected=_type_name(field), got="nothing", fix=f"set {where} ({meta['doc']})"
                 )
@@ -461,6 +461,14 @@ def _check_together(recipe: Recipe, needed: tuple) -> None:
                 fix=f'write {name} = "conversations.jsonl" under [data]',
             )
     check_data_paths(recipe.data)
+    if recipe.target.revision != Target.revision and Path(recipe.target.path).is_dir():
+        raise ConfigError(
+            "recipe key",
+            "target.revision",
+            expected="a revision of a Hub name",
+            got=f"'{_cut(recipe.target.revision)}' of the folder {recipe.target.path}",
+            fix="leave it out: a folder holds one revision",
+        )
     try:
         shlex.split(recipe.run.on_end)
     except ValueError as error:

@@ -28,8 +28,9 @@ def finished_result(recipe: Recipe) -> dict | None:
     Raises: ConfigError if the folder holds another recipe's run, naming the keys that differ, or files that are no run's.
     """
     folder, kept = recipe.folder, recipe.folder / "config.toml"
-    if folder.exists() and not folder.is_dir():
-        raise _taken(folder, "a file")
+    above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not above.is_dir():
+        raise _taken(above, "a file")
     if not kept.is_file():
         if (folder / ending.START).is_file():  # a start of this kind that ended before it could begin
             return None

@@ -251,6 +251,7 @@ DRAFTERS = {
     "no target_layer_ids": (document(dflash_config={"target_layer_ids": None}), ["dflash_config.target_layer_ids"]),
     "no mask token": (document(dflash_config={"mask_token_id": None}), ["dflash_config.mask_token_id"]),
     "no block size": (document(block_size=None, dflash_config={"block_size": None}), ["one block_size", "none"]),
+    "a dtype that is none": (document(dtype="floaty"), ["float32 or bfloat16 or float16 as dtype", "floaty"]),
     "two block sizes": (document(block_size=8), ["one block_size", "4 and 8"]),
     "layers of another convention": (document(dflash_config=BOUNDARY), ["decoder layers", "boundary slots"]),
     "a layer the target lacks": (document(dflash_config={"target_layer_ids": [1, 4]}), ["[1, 4]", "0 to 3"]),

@@ -80,11 +80,9 @@ def test_help_of_a_recipe_prints_every_key_with_type_default_and_a_line(capsys):
         ([TINY, "data.train=a.jsonl", "data.held_out=a.jsonl"], ["'data.held_out'", "not trained on"]),
         ([TINY, "run.threads=100000"], ["at most 1023"]),
         ([TINY, "run.seed=36893488147419103232"], ["below 2^63"]),
-        ([TINY, "run.name=" + "x" * 300], ["plain folder name"]),
-        ([TINY, "run.name=a\0b"], ["plain folder name"]),
-        ([TINY, "data.train=a.jsonl", "data.held_out=a.jsonl"], ["'data.held_out'", "not trained on"]),
-        ([TINY, "run.threads=100000"], ["at most 1023"]),
-        ([TINY, "run.seed=36893488147419103232"], ["below 2^63"]),
+        ([TINY, "target.path="], ["'target.path'", "got nothing"]),
+        ([TINY, f"target.path={ROOT}", "target.revision=nope"], ["'target.revision'", "'nope'", "leave it out"]),
+        ([TINY, f"run.out={TINY}", "--dry-run"], ["tiny.toml'", "got a file", "choose another run.name or run.out"]),
         ([TINY, "checkpoint.every=30", "eval.every=20"], ["multiple or a divisor"]),
     ],
 )
@@ -189,6 +187,30 @@ def test_a_refusal_of_the_file_system_is_told_in_the_one_form(capsys, monkeypatc
     assert main(["train", TINY]) == 1
     error = capsys.readouterr().err
     assert "file 'runs/out/x/metrics.jsonl'" in error and "No space left" in error and ". Fix: free space" in error
+
+
+def test_a_ctrl_c_says_what_goes_on_and_is_known_inside_what_python_3_11_raises_for_it(capsys, monkeypatch):
+    from graphcap import cli
+
+    def interrupted(options):
+        raise KeyboardInterrupt
+
+    def while_a_class_was_made(options):
+        try:
+            interrupted(options)
+        except KeyboardInterrupt as error:
+            raise RuntimeError("Error calling __set_name__ on 'x'") from error
+
+    for stopped in (interrupted, while_a_class_was_made):
+        monkeypatch.setattr(cli, "_train", stopped)
+        said = []
+        for more in ([], ["--dry-run"]):
+            assert main(["train", TINY, *more]) == 3
+            said.append(capsys.readouterr().err)
+        assert said == [
+            "graphcap: stopped on request; the same command continues from the newest checkpoint\n",
+            "graphcap: stopped on request\n",
+        ]
 
 
 def test_memory_that_is_not_there_is_told_in_the_one_form(capsys, monkeypatch):
