@@ -424,7 +424,7 @@ FAULTS = (
         "conversation .*train.jsonl line 24",
         None,
         2,
-        ("load target",),
+        (START,),
         also=nothing_written,
     ),
     Fault("damaged checkpoint", damage_checkpoint, phases=("decode",), settings=PATIENT, also=passed_over, **GOES_ON),
