@@ -213,7 +213,7 @@ def _check_same_target(identity: Identity, recipe: Recipe, continued: dict | Non
             got=str(identity),
             fix="put it back or name its commit with target.revision, or start a new run with run.name=OTHER",
         )
-    began = read_target(Path(recipe.drafter.init)) if recipe.drafter.init else None
+    began = read_target(checkpoint.weights_of(recipe.drafter.init)) if recipe.drafter.init else None
     if began is not None and began.fingerprint != identity.fingerprint:
         say(f"warm start {recipe.drafter.init} was trained for another target: {began}; this one is {identity}")
 
@@ -222,7 +222,7 @@ def _check_disk(recipe: Recipe, target_config, dtype: torch.dtype) -> None:
     """Whether the run's checkpoints will fit, from the target's config alone: before anything large is loaded."""
     text = target_config.get_text_config()
     if recipe.drafter.init:
-        config = read_config(Path(recipe.drafter.init))
+        config = read_config(checkpoint.weights_of(recipe.drafter.init))
     else:
         config = _sized(recipe, text, vocab_size=text.vocab_size, mask_token_id=0)
     with torch.device("meta"):
@@ -244,20 +244,33 @@ def configure_drafter(recipe: Recipe, model, tokenizer) -> tuple[DrafterConfig, 
 
 
 def _sized(recipe: Recipe, text, *, vocab_size: int, mask_token_id: int) -> DrafterConfig:
-    """The recipe's sizes, and those of the target's text config where it names none."""
-    wanted, num_layers = recipe.drafter, text.num_hidden_layers
-    heads = wanted.num_heads or text.num_attention_heads
+    """The recipe's sizes, and those of the target's text config where it names none.
+
+    Raises: ConfigError for a target without rotary positions, or whose config lacks a size.
+    """
+    wanted, theta = recipe.drafter, rope_theta(text)
+    sizes = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "max_position_embeddings")
+    wrong = [f"{name} {size}" for name in sizes if type(size := getattr(text, name, None)) is not int or size < 1]
+    if wrong:
+        raise ConfigError(
+            "target",
+            text.model_type,
+            expected="a causal language model whose config has its sizes as whole numbers above 0",
+            got=", ".join(wrong),
+            fix="mend its config.json, or use another target",
+        )
+    num_layers, heads = text.num_hidden_layers, wanted.num_heads or text.num_attention_heads
     head_dim = wanted.head_dim or getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return DrafterConfig(
         hidden_size=text.hidden_size,
         num_layers=wanted.num_layers,
         num_heads=heads,
-        num_kv_heads=wanted.num_kv_heads or text.num_key_value_heads,
+        num_kv_heads=wanted.num_kv_heads or getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
         head_dim=head_dim,
         intermediate_size=wanted.intermediate_size or text.intermediate_size,
         vocab_size=vocab_size,
-        rms_norm_eps=text.rms_norm_eps,
-        rope_theta=rope_theta(text),
+        rms_norm_eps=getattr(text, "rms_norm_eps", None) or getattr(text, "layer_norm_eps", None) or 1e-6,
+        rope_theta=theta,
         max_position_embeddings=text.max_position_embeddings,
         block_size=wanted.block_size,
         mask_token_id=mask_token_id,
@@ -271,7 +284,7 @@ def _configured_as(recipe: Recipe, model, tokenizer) -> DrafterConfig:
 
     Raises: ConfigError naming every key that differs; CheckpointError for another target's drafter.
     """
-    wanted, loaded = recipe.drafter, read_config(Path(recipe.drafter.init))
+    wanted, loaded = recipe.drafter, read_config(checkpoint.weights_of(recipe.drafter.init))
     check_fits(loaded, model.config, folder=wanted.init)
     names = ("num_layers", "block_size", "target_layer_ids", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
     if not wanted.target_layer_ids:
@@ -302,9 +315,10 @@ def _listed(value) -> str:
 
 
 def make_drafter(recipe: Recipe, drafter_config: DrafterConfig) -> Drafter:
-    """A drafter as it is before training: from the seed, or from the folder `drafter.init`."""
+    """A drafter as it is before training: from the seed, or from `drafter.init`, a run's or a drafter's folder."""
     if recipe.drafter.init:
-        return read_drafter(Path(recipe.drafter.init), dtype=torch.float32, device=torch.device("cpu")).requires_grad_(True)
+        folder = checkpoint.weights_of(recipe.drafter.init)
+        return read_drafter(folder, dtype=torch.float32, device=torch.device("cpu")).requires_grad_(True)
     drafter = Drafter(drafter_config)
     drafter.initialize(recipe.run.seed)
     return drafter

@@ -9,7 +9,7 @@ import os
 import sys
 
 from graphcap import __version__
-from graphcap.errors import GraphcapError
+from graphcap.errors import GraphcapError, in_the_one_form
 
 NOTE = "loads the target, plans the rows, trains, then decodes; the time left is shown once training runs"
 TRAIN_EXAMPLE = """example:
@@ -250,26 +250,25 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"graphcap: {error.told}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        go_on = {"train": "; the same command continues from the newest checkpoint", "extract": "; the same command continues"}
-        print(f"graphcap: stopped on request{go_on.get(options.verb, '')}", file=sys.stderr)
-        return 3
+        return _stopped(options)
     except BrokenPipeError:
         _give_up_output()
         return 1
-    except OSError as error:
-        print(f"graphcap: {_of_the_file_system(error)}", file=sys.stderr)
+    except (OSError, MemoryError, RuntimeError) as error:
+        if isinstance(error.__cause__, KeyboardInterrupt):  # Python 3.11 wraps one that comes while a class is made
+            return _stopped(options)
+        told = in_the_one_form(error)
+        if told is error:
+            raise
+        print(f"graphcap: {told}", file=sys.stderr)
         return 1
 
 
-def _of_the_file_system(error: OSError) -> GraphcapError:
-    """A full disk, a missing right, a vanished folder, in the one form."""
-    return GraphcapError(
-        "file",
-        error.filename or "being written",
-        expected="a file system that takes it",
-        got=error.strerror or str(error),
-        fix="free space or mend the rights, then give the same command again: it continues from the newest checkpoint",
-    )
+def _stopped(options) -> int:
+    go_on = {"train": "; the same command continues from the newest checkpoint", "extract": "; the same command continues"}
+    nothing_to_go_on_with = options.verb == "train" and options.dry_run
+    print(f"graphcap: stopped on request{'' if nothing_to_go_on_with else go_on.get(options.verb, '')}", file=sys.stderr)
+    return 3
 
 
 def _give_up_output() -> None:
@@ -325,11 +324,19 @@ def _train(options) -> int:
         return train(recipe, rank=place, eager=options.eager, say=_say)
 
 
+_unsaid: list[str] = []  # lines that the disk of a rank's standard output had no room for
+
+
 def _say(line: str) -> None:
+    _unsaid.append(line)
     try:
-        print(line, flush=True)
+        while _unsaid:
+            print(_unsaid[0], flush=True)
+            del _unsaid[0]
     except BrokenPipeError:
         _give_up_output()
+    except OSError:
+        pass  # they come with a later line
 
 
 def _export(options) -> int:

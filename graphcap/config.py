@@ -9,7 +9,9 @@ Every key says what it may do when a run is continued with another value:
 
 import dataclasses
 import difflib
+import os
 import shlex
+import stat
 import tomllib
 import types
 import typing
@@ -105,7 +107,9 @@ class Drafter:
     num_kv_heads: int = key(0, "key and value heads; 0: as the target's", unit="heads", resume="same", low=0)
     head_dim: int = key(0, "head size; 0: as the target's", resume="same", low=0)
     checkpointing: bool = key(False, "gradient checkpointing: less memory, each layer's forward runs twice", resume="free")
-    init: str = key("", "drafter folder to start from; empty: random weights", resume="same")
+    init: str = key(
+        "", "drafter folder, or a run, whose best checkpoint counts, to start from; empty: random weights", resume="same"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -405,7 +409,7 @@ def _check(recipe: Recipe, needed: tuple) -> None:
                 field.metadata,
                 f"{section.name}.{field.name}",
             )
-            if value == REQUIRED:
+            if field.default == REQUIRED and value in (REQUIRED, ""):
                 raise ConfigError(
                     "recipe key", where, expected=_type_name(field), got="nothing", fix=f"set {where} ({meta['doc']})"
                 )
@@ -456,15 +460,14 @@ def _check_together(recipe: Recipe, needed: tuple) -> None:
                 got="nothing",
                 fix=f'write {name} = "conversations.jsonl" under [data]',
             )
-    shared = sorted(set(recipe.data.train) & set(recipe.data.held_out))
-    if shared:
+    check_data_paths(recipe.data)
+    if recipe.target.revision != Target.revision and Path(recipe.target.path).is_dir():
         raise ConfigError(
             "recipe key",
-            "data.held_out",
-            expected="files that are not trained on",
-            got=f"'{shared[0]}', which is in data.train too",
-            cause="every figure on held-out text would flatter the drafter",
-            fix="split the conversations into two files",
+            "target.revision",
+            expected="a revision of a Hub name",
+            got=f"'{_cut(recipe.target.revision)}' of the folder {recipe.target.path}",
+            fix="leave it out: a folder holds one revision",
         )
     try:
         shlex.split(recipe.run.on_end)
@@ -505,6 +508,39 @@ def _check_together(recipe: Recipe, needed: tuple) -> None:
             got=_shown(list(ids)),
             fix="list each tapped layer once, for example 1,3,5,7,9",
         )
+
+
+def check_data_paths(data: Data) -> None:
+    """Raises: ConfigError for a pipe or a device, and for a file that is held out and trained on, however it is spelled."""
+    found: dict[str, dict] = {}
+    for name in ("train", "held_out"):
+        found[name] = {}
+        for path in getattr(data, name):
+            try:
+                status = os.stat(path)
+            except OSError:  # of the Hub, or missing: whoever reads it tells
+                found[name][path] = path
+                continue
+            if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+                raise ConfigError(
+                    "recipe key",
+                    f"data.{name}",
+                    expected="files or folders",
+                    got=f"'{path}', a pipe or a device",
+                    cause="a run reads its conversations again whenever it goes on",
+                    fix="write them into a file",
+                )
+            found[name][status.st_dev, status.st_ino] = path
+    for key, path in found["held_out"].items():
+        if key in found["train"]:
+            raise ConfigError(
+                "recipe key",
+                "data.held_out",
+                expected="files that are not trained on",
+                got=f"'{path}', which is in data.train too, as '{found['train'][key]}'",
+                cause="every figure on held-out text would flatter the drafter",
+                fix="split the conversations into two files",
+            )
 
 
 def _type_name(field: dataclasses.Field) -> str:

@@ -5,6 +5,7 @@ process with exit code 2. A failure of CUDA is a `CaptureError` (exit code 1). O
 """
 
 import contextlib
+import re
 
 
 @contextlib.contextmanager
@@ -49,6 +50,30 @@ def _restored(kind: type, args: tuple, parts: dict) -> GraphcapError:
     error = kind.__new__(kind, *args)
     error.__dict__.update(parts)
     return error
+
+
+def in_the_one_form(error: BaseException) -> BaseException:
+    """What a file system or the memory refused, in the one form; any other error as it is."""
+    if isinstance(error, OSError):
+        return GraphcapError(
+            "file",
+            error.filename or "being written",
+            expected="a file system that takes it",
+            got=error.strerror or str(error),
+            fix="free space or mend the rights, then give the same command again: it continues from the newest checkpoint",
+        )
+    # By torch's words, which differ by device: this loads no torch.
+    refused = isinstance(error, RuntimeError) and re.search("can't allocate memory|out of memory", str(error))
+    if not refused and not isinstance(error, MemoryError):
+        return error
+    asked = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
+    return GraphcapError(
+        "memory",
+        "of this process",
+        expected="room for the models and the largest row",
+        got=f"none for {asked[1]} more" if asked else "none",
+        fix="set shapes.row_length lower, end other programs, or use a machine with more memory",
+    )
 
 
 class UserError(GraphcapError, ValueError):

@@ -311,6 +311,8 @@ def print_results(results: list[dict], *, as_json: bool, terminal: bool) -> None
         return
     for result in results:
         print(f"{result['folder']}\n{report.table(result)}\n")
+        if "shown" in result and not terminal:
+            print("replies, with |what was committed together| and ~drafts that were refused~:\n")
         for number, runs in enumerate(result.get("shown", [])):
             print(f"reply {number}\n{report.reply_text(runs, terminal=terminal)}\n")
     if len(results) > 1:

@@ -126,12 +126,12 @@ def _measured(source: Path, weights: Path) -> list[str]:
 
 
 def check(folder: str, *, target: TargetSection | None) -> list[str]:
-    """What a drafter's folder holds, one line each, if all of it is whole and sound. Writes nothing.
+    """What a drafter's folder holds, or a run's best checkpoint, one line each, if it is whole and sound. Writes nothing.
 
     target: also compare it with this one.
     Raises: CheckpointError naming the first thing that is wrong.
     """
-    folder = Path(folder)
+    folder = checkpoint.weights_of(folder)
     config, known = read_config(folder), read_target(folder)
     drafter = read_drafter(folder, dtype=torch.float32, device=torch.device("cpu"))
     lines = [

@@ -137,11 +137,11 @@ def _loop(run: TrainingRun, rank: Rank, saver: Saver, *, say) -> bool:
             record.after(update)
             last = run.position == schedule.num_updates
             if (run.position % recipe.eval.every == 0 or last) and not record.evaluate():
-                record.save()
+                record.save(final=True)
                 return False
             stop = rank.stop_asked() and not last
             if run.position % recipe.checkpoint.every == 0 or last or stop:
-                record.save()
+                record.save(final=last or stop)
             if stop:
                 return False
         return True
@@ -188,7 +188,7 @@ class Record:
         self._write()
         if self.diverged is not None:
             error, self.diverged = self.diverged, None
-            self._save()  # the state before these updates
+            self._save(final=False)  # the state before these updates
             raise error
 
     def _fetch(self) -> None:
@@ -210,7 +210,7 @@ class Record:
         }
         for update, row, count in zip(updates, fetch.rows(), counts, strict=True):
             line = {"kind": "train", "update": update.index + 1, "epoch": update.epoch, **count, **_named(names, row), **clock}
-            self.metrics.append(line)
+            self._append(line)
             self._check_finite(line)
         shown = {**line, **self.bar}
         self.recorder.show(shown)
@@ -235,7 +235,7 @@ class Record:
         if result is None:
             return False
         self.walked = (update, result["walked_estimate"])
-        self.metrics.append({"kind": "eval", "update": update, **result, "eval_s": time.monotonic() - begin})
+        self._append({"kind": "eval", "update": update, **result, "eval_s": time.monotonic() - begin})
         self.say(
             f"update {update:>6}  held-out loss {result['loss']:.3f}  block_match {result['block_match']:.2f}  "
             f"walked estimate {result['walked_estimate']:.2f}"
@@ -243,27 +243,35 @@ class Record:
         self.last_fetch = time.monotonic()
         return True
 
-    def save(self) -> None:
+    def save(self, *, final: bool) -> None:
         """Begin a checkpoint of the current update; its score is the walked estimate if one was made at this update.
 
-        Raises: as `after`.
+        final: no later one could make up for it. Raises: as `after`.
         """
         self.flush()
-        self._save()
+        self._save(final=final)
 
-    def _save(self) -> None:
-        self.metrics.sync()
+    def _append(self, line: dict) -> None:
+        before = self.metrics.refusal
+        self.metrics.append(line)
+        if self.metrics.refusal and not before:
+            self.say(f"metrics   lines wait in memory until there is room: {self.metrics.refusal}. Training goes on.")
+
+    def _save(self, *, final: bool) -> None:
         score = self.walked[1] if self.walked and self.walked[0] == self.run.position else None
         self.rank.hurries(False)  # a save before this one may still be under way, on a slow disk
         self.recorder.note("save")
         self._tolerate(self.saver.wait)
-        self.saver.begin(self.run.position, tensors=tensors_of(self.run), documents=_documents(self.run), score=score)
+        if final:
+            self.metrics.sync()
+        if final or self._tolerate(self.metrics.sync):  # a checkpoint is never ahead of its lines
+            self.saver.begin(self.run.position, tensors=tensors_of(self.run), documents=_documents(self.run), score=score)
         self.rank.hurries(True)
         self.run.engine.pause()
         self.last_fetch = time.monotonic()
 
-    def _tolerate(self, tells) -> None:
-        """Call `tells`, which raises the error of the save before: training goes on without it, but not for long."""
+    def _tolerate(self, tells) -> bool:
+        """Call `tells`, which raises the error of a save: training goes on without it, but not for long. False: it did."""
         if self.saver.last_saved != self.last_saved:
             self.failed_saves, self.last_saved = 0, self.saver.last_saved
         try:
@@ -273,6 +281,8 @@ class Record:
             if self.failed_saves == FAILED_SAVES:
                 raise
             self.say(f"not saved {error} Training goes on; {self.failed_saves} in a row, {FAILED_SAVES} end it.")
+            return False
+        return True
 
     def close(self) -> None:
         if self.progress is not None:

@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGABRT, SIGBUS, SIGHUP, SIGINT, SIGKILL, SIGSEGV, SIGSTOP, SIGTERM, SIGUSR1
 
+from graphcap.errors import CheckpointError
 from graphcap.ops import blackbox, caches, checkpoint, ending, status
 from graphcap.ops.ending import DEAD, FINISHED, STOPPED
-from graphcap.ops.progress import read_metrics
+from graphcap.ops.progress import MetricsLog, read_metrics
 from graphcap.ops.rank import SUPERVISOR
 
 RUN = Path("out", "run")  # the run's folder in a row's folder
@@ -118,9 +119,29 @@ def deadlock(place: Place) -> None:
     lock.acquire()
 
 
-def fill_disk(place: Place) -> None:
-    """From here on the kernel refuses files over 64 KiB: a checkpoint, not a log. It says EFBIG; a full disk, ENOSPC."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+def fill_disk(place: Place, *, most_bytes: int = 0, alone: bool = False) -> None:
+    """From here on the kernel refuses every byte of a file to rank and supervisor. It says EFBIG; a full disk, ENOSPC.
+
+    alone: to the rank alone, where its supervisor has to write into shared memory, which is refused too.
+    """
+    for pid in (os.getpid(),) if alone else (os.getpid(), place.supervisor):
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (most_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def fill_disk_for_a_while(place: Place) -> None:
+    """Until it has refused a checkpoint for its metrics' sake."""
+    sync = MetricsLog.sync
+
+    def synced(log: MetricsLog) -> None:
+        try:
+            sync(log)
+        except CheckpointError:
+            MetricsLog.sync = sync
+            fill_disk(place, most_bytes=resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+            raise
+
+    MetricsLog.sync = synced
+    fill_disk(place)
 
 
 def rename_folder(place: Place) -> None:
@@ -145,11 +166,12 @@ def fill_disk_once(place: Place) -> None:
 
 def went_on(folder: Path) -> bool:
     """The save that failed is told, and that training goes on."""
-    return bool(re.search(r"not saved +.*No space left on device.*Training goes on", (folder / "terminal").read_text()))
+    refused = "No space left on device|File too large"
+    return bool(re.search(rf"not saved +.*({refused}).*Training goes on", (folder / "terminal").read_text()))
 
 
 def full_and_asked(place: Place) -> None:
-    fill_disk(place)
+    fill_disk(place, alone=True)
     ask(SIGINT)(place)
 
 
@@ -367,6 +389,7 @@ IN_VAIN = {"later": True, "arm": always_raise}
 DIVERGES = {"later": True, "arm": remember_step}
 TOGETHER, NO_ROOM = "killed together with its supervisor", r"B asked for with .* already held.* largest bucket is \d+/"
 AT_START = {"phases": ("compile",), "verdict": FINISHED, "code": 0, "needs_gpu": True}
+FULL = "^(checkpoint|metrics) .*File too large"
 DUMPED = ("run.gpu_core_dump=true",)
 NOTHING = Fault("nothing", nothing, verdict=FINISHED, code=0)
 FAULTS = (
@@ -379,15 +402,16 @@ FAULTS = (
     Fault("exception", raise_exception, "^RuntimeError: planted by the drill", **ANYWHERE),
     Fault("exit code 0", lambda place: os._exit(0), "exit code 0 before it had finished", **ANYWHERE),
     Fault("stack overflow", overflow_stack, "^SIGSEGV", **ANYWHERE),
-    Fault("out of memory", exhaust_memory, "^MemoryError", **ANYWHERE),
+    Fault("out of memory", exhaust_memory, "^memory .*Fix: set shapes.row_length", **ANYWHERE),
     Fault("deadlock", deadlock, "^deadline", settings=QUICK, also=traced),
     Fault("stopped process", to_rank(SIGSTOP), "deadline", settings=QUICK),
-    Fault("disk full", fill_disk, "^checkpoint .*File too large", phases=("save",), later=True),
+    Fault("disk full", fill_disk, FULL, phases=("step", "save"), later=True, again=True, undone=True),
     Fault("disk full once", fill_disk_once, phases=("save",), also=went_on, **GOES_ON),
+    Fault("disk full for a while", fill_disk_for_a_while, also=went_on, **GOES_ON),
     Fault(
         "disk full for ever",
         fill_disk,
-        "^checkpoint .*File too large",
+        FULL,
         phases=("save",),
         later=True,
         settings=("checkpoint.every=1", "eval.every=1"),
@@ -400,7 +424,7 @@ FAULTS = (
         "conversation .*train.jsonl line 24",
         None,
         2,
-        ("load target",),
+        (START,),
         also=nothing_written,
     ),
     Fault("damaged checkpoint", damage_checkpoint, phases=("decode",), settings=PATIENT, also=passed_over, **GOES_ON),
@@ -408,7 +432,7 @@ FAULTS = (
     Fault("nan for ever", spoil_all_gradients, "first fc.weight", settings=STRICT, **DIVERGES),
     Fault("nan and restarts", spoil_all_gradients, "first fc.weight", settings=STRICT + PATIENT, also=no_restart, **DIVERGES),
     Fault("nan to the end", spoil_all_gradients, "first fc.weight", settings=(*STRICT, "progress.every=5"), **DIVERGES),
-    Fault("asked on a full disk", full_and_asked, "^checkpoint .*File too large", later=True),
+    Fault("asked on a full disk", full_and_asked, FULL, later=True),
     Fault("second run", start_second_run, **GOES_ON),
     Fault("terminal closed", close_terminal, phases=(START, "step"), **GOES_ON),
     Fault("clock set back", set_clock_back, **GOES_ON),

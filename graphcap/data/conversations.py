@@ -215,7 +215,9 @@ def _check_left(reading: Reading, sources: list[Source], rules: Rules) -> None:
             expected="at least one document with something to learn from",
             got=f"0 supervised tokens within max_length = {rules.max_length}",
             cause=_result(reading, (), sources).summary(),
-            fix="mend the conversations, or raise data.max_length if the answers stand behind it",
+            fix="mend the conversations, or raise data.max_length if the answers stand behind it"
+            if reading.dropped
+            else "write conversations into them, one a line",
         )
 
 

@@ -179,8 +179,10 @@ def _refuse_others(path: str, head: bytes) -> None:
             cause="loading a pickle runs whatever code it holds, so graphcap never does",
             fix=f'where you trust it, convert it: python -c "{load}; [print(json.dumps(row)) for row in rows]" > chats.jsonl',
         )
-    if head == b"\x28\xb5\x2f\xfd":
-        raise DataError("data file", path, expected=ACCEPTED, got="a zstd archive", fix="unpack it: zstd -d FILE")
+    archives = {b"\x28\xb5\x2f\xfd": ("zstd", "zstd -d"), b"BZh": ("bzip2", "bunzip2"), b"\xfd7zX": ("xz", "unxz")}
+    for begin, (name, unpack) in archives.items():
+        if head.startswith(begin):
+            raise DataError("data file", path, expected=ACCEPTED, got=f"a {name} archive", fix=f"unpack it: {unpack} FILE")
 
 
 def _read(path: str, step, *, behind: int = 0):
@@ -224,6 +226,7 @@ def _object(raw: bytes, path: str, line: int) -> dict:
     except (ValueError, RecursionError) as error:
         got = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
         fix = "mend or remove the line; each line is one whole conversation" + array
+        fix += f"; a file of another kind has to become {ACCEPTED}" if line == 1 and not array else ""
         raise BadLine("broken JSON", path, line, expected="one JSON object", got=got, fix=fix) from error
     if not isinstance(row, dict):
         fix = 'write each line as {"messages": [{"role": …, "content": …}, …]}' + array

@@ -100,6 +100,14 @@ def _apply(tokenizer, messages: list[dict], tools: list[dict] | None, *, tokeniz
             messages, tools=tools, tokenize=tokenize, add_generation_prompt=prompt, return_dict=False
         )
     except Exception as error:  # a template is foreign code: it may raise anything, and says why in the text
+        if any(kind.__name__ == "TemplateSyntaxError" for kind in type(error).__mro__):  # jinja2's: no chat can be rendered
+            raise DataError(
+                "chat template",
+                getattr(tokenizer, "name_or_path", "") or "of the target",
+                expected="a template that can be compiled",
+                got=f"{type(error).__name__} at line {error.lineno}: {error}",
+                fix="mend chat_template in the target's folder, or take it again from whoever made the target",
+            ) from error
         raise BadConversation(
             REFUSED,
             "chat template",

@@ -102,6 +102,18 @@ def reading(path: str, what: str):
 
 def no_target(path: str, error: Exception) -> ConfigError:
     first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    pickles = sorted(file.name for file in Path(path).glob("*.bin")) if Path(path).is_dir() else []
+    if pickles and not any(Path(path).glob("*.safetensors")):
+        load, save = f"AutoModelForCausalLM.from_pretrained('{path}')", "save_pretrained('FOLDER')"
+        return ConfigError(
+            "recipe key",
+            "target.path",
+            expected="weights in safetensors",
+            got=f"a pickle, {pickles[0]}, in '{path}'",
+            cause="loading a pickle runs whatever code it holds, so graphcap never does",
+            fix=f'where you trust it, convert it: python -c "from transformers import *; {load}.{save}; '
+            f"AutoTokenizer.from_pretrained('{path}').{save}\"",
+        )
     kind = "a folder without it" if Path(path).is_dir() else "neither a folder nor a cached Hub name"
     return ConfigError(
         "recipe key",

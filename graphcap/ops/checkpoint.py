@@ -106,6 +106,12 @@ def best(folder: Path) -> Path | None:
     return next((path for path in _by_score(folder) if not verify(path)), None)
 
 
+def weights_of(folder: str | Path) -> Path:
+    """The best complete checkpoint of a run's folder, the newest where none has a score; any other folder itself."""
+    kept = Path(folder) / "checkpoints"
+    return best(kept) or newest(kept)[0] or Path(folder)
+
+
 def read_manifest(path: Path) -> dict:
     """The manifest of checkpoint `path`: version, update, score (or None), files {name: {bytes, sha256}}.
 

@@ -138,6 +138,8 @@ def _typed(folder: Path, document: object) -> tuple[dict, dict]:
         kinds[name] = ("a number above 0", lambda value: type(value) in (int, float) and 0 < value < 1e30)
     for name in ("dflash_config", "rope_scaling", "rope_parameters"):
         kinds[name] = ("an object of keys", lambda value: isinstance(value, dict))
+    dtypes = tuple(map(dtype_name, DTYPES))
+    kinds["dtype"] = (" or ".join(dtypes), lambda value: value in dtypes)
     kinds["layer_types"] = ("a list of names", is_list_of(str))
     kinds["target_layer_ids"] = ("a list of whole numbers", is_list_of(int))
     kinds["mask_token_id"] = ("a whole number", lambda value: type(value) is int)

@@ -53,6 +53,7 @@ class Supervisor:
         self.cause, self.at_once = "", False  # why this process ended the rank, if it did
         self._shown_update, self._read_bytes, self._copied_at = -1, 0, 0.0
         self._silent_polls, self._leaving_since, self._killed_at = 0, 0.0, 0.0
+        self._refusal = ""  # what was said last of a file system that refuses
         self._kept = True  # whether the records of the last rank are in the run's folder
 
     def run(self) -> int:
@@ -119,9 +120,6 @@ class Supervisor:
         """Start the ranks, watch them to their end, and say how it was."""
         own = self.folder / "rank-0"
         own.mkdir(exist_ok=True)
-        for stream in ("stdout", "stderr"):
-            if (own / stream).exists():
-                (own / stream).replace(own / f"{stream}.before")
         (own / gpucore.NAME).unlink(missing_ok=True)
         records.forget(self.memory)
         self._read_bytes, self._shown_update, self.cause, self.at_once = 0, -1, "", False
@@ -175,11 +173,14 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _suppressed(self, what: str):
-        """A file system that refuses is said and ends nothing: training is worth more than its record."""
+        """A file system that refuses is said once and ends nothing: training is worth more than its record."""
+        before, self._refusal = self._refusal, ""
         try:
             yield
         except OSError as error:
-            self._tell(f"records   {what}: {error}")
+            self._refusal = f"records   {what}: {error}"
+            if self._refusal != before:
+                self._tell(self._refusal)
 
     def _relay(self) -> None:
         """Say every whole line that rank 0 has written since the last time."""
@@ -273,15 +274,16 @@ class Supervisor:
         if end["verdict"] == ending.REFUSED and claim.leave_nothing():
             while_there(lambda: print(f"graphcap: {end['cause']}", file=sys.stderr))
             return end["exit_code"]
-        refusal = ""
+        told = []
         try:
             checkpoint.write_json(self.folder / ending.END, end)
         except OSError as error:
-            refusal = f"graphcap: end.json cannot be written ({error}); it would say: {end}\n"
+            told = [f"graphcap: end.json cannot be written: {error}; `graphcap status` will write it once it can"]
         if end["verdict"] != ending.FINISHED:
             claim.note(ending.headline(end))
-            text = "\n".join(["graphcap: " + ending.headline(end), *ending.lines(end)[1:]])
-            while_there(lambda: print(refusal + text, file=sys.stderr))
+            told += ["graphcap: " + ending.headline(end), *ending.lines(end)[1:]]
+        if told:
+            while_there(lambda: print("\n".join(told), file=sys.stderr))
         on_end(self.recipe)
         return end["exit_code"]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
-from graphcap.errors import DataError
+from graphcap.errors import CheckpointError, DataError
 from graphcap.ops import ending
 from graphcap.ops.checkpoint import finite, write_text
 
@@ -89,13 +89,16 @@ def read_metrics(path: Path) -> list[dict]:
 class MetricsLog:
     """The metrics.jsonl of a run, written by one process. A context manager.
 
-    Opening ends a file that a kill left in the middle of a line at the end of the line before.
+    Opening ends a file that a kill left in the middle of a line at the end of the line before. What a full disk does not
+    take waits in memory and goes first, from the byte on where it broke off, when there is room again.
+    refusal: why what was appended last is not all in the file; empty where it is.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(self.path, "ab", buffering=0)  # unbuffered: a line is with the kernel when append returns
+        self._waiting, self.refusal = bytearray(), ""
         data = self.path.read_bytes()
         if data and not data.endswith(b"\n"):
             self._truncate(data.rfind(b"\n") + 1)
@@ -112,24 +115,49 @@ class MetricsLog:
             self._file = open(self.path, "ab", buffering=0)
 
     def append(self, record: dict) -> None:
-        """Write one record: `kind`, `update` and any other FIELDS of that kind; nan and inf become null."""
+        """Write one record: `kind`, `update` and any other FIELDS of that kind; nan and inf become null.
+
+        A file system that refuses raises nothing here: see `refusal` and `sync`.
+        """
         known = FIELDS_OF.get(record.get("kind"))
         assert known, f"a record is of kind {' or '.join(FIELDS_OF)}, not {record.get('kind')!r}"
         assert record.keys() <= known, f"not in FIELDS for {record['kind']}: {sorted(record.keys() - known)}"
         assert type(record.get("update")) is int, f"a record needs its update, a whole number: {record}"
-        data = memoryview((json.dumps(finite(record), allow_nan=False) + "\n").encode())
-        while data:
-            data = data[self._file.write(data) :]
+        self._waiting += (json.dumps(finite(record), allow_nan=False) + "\n").encode()
+        self._write()
+
+    def _write(self) -> None:
+        self.refusal = ""
+        try:
+            while self._waiting:
+                del self._waiting[: self._file.write(self._waiting)]
+        except OSError as error:
+            self.refusal = str(error)
 
     def sync(self) -> None:
-        """Return once the disk has what was appended."""
-        os.fsync(self._file.fileno())
+        """Return once the disk has what was appended. Raises: CheckpointError where the file system refuses."""
+        self._write()
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            self.refusal = self.refusal or str(error)
+        if self.refusal:
+            raise CheckpointError(
+                "metrics",
+                self.path,
+                expected="every line up to here written and synced",
+                got=self.refusal,
+                cause="a checkpoint without its lines would go on without them",
+                fix="free space or mend the file's rights",
+            )
 
     def close(self) -> None:
-        """Sync and close; a second time does nothing."""
+        """Sync and close; a second time does nothing. Raises: as sync."""
         if not self._file.closed:
-            self.sync()
-            self._file.close()
+            try:
+                self.sync()
+            finally:
+                self._file.close()
 
     def __enter__(self) -> "MetricsLog":
         return self

@@ -17,7 +17,7 @@ import time
 import traceback
 
 from graphcap.config import Recipe
-from graphcap.errors import ConfigError, GraphcapError
+from graphcap.errors import ConfigError, GraphcapError, in_the_one_form
 from graphcap.ops import blackbox, checkpoint, ending, faults, records, runfolder
 
 ON_END_S = 20
@@ -151,7 +151,8 @@ def _watched(rank: Rank, claim: "runfolder.Claim | None", command: str):
         if isinstance(error, KeyboardInterrupt):
             code, reason = 3, "at once, on request"
             rank.recorder.note("stopped")
-        text = str(error) if hasattr(error, "exit_code") else f"{type(error).__name__}: {error}".removesuffix(": ")
+        told = in_the_one_form(error)
+        text = str(told) if hasattr(told, "exit_code") else f"{type(error).__name__}: {error}".removesuffix(": ")
         rank.recorder.error(ending.hidden(text))
         raise
     finally:
@@ -159,7 +160,10 @@ def _watched(rank: Rank, claim: "runfolder.Claim | None", command: str):
         if claim is not None:
             end = ending.of_exit(recipe.folder, code=code, command=command, reason=reason, supervised=False)
             if end["verdict"] != ending.REFUSED or not claim.leave_nothing():
-                checkpoint.write_json(recipe.folder / ending.END, end)
+                try:
+                    checkpoint.write_json(recipe.folder / ending.END, end)
+                except OSError as error:  # what ended the run is worth more
+                    print(f"graphcap: end.json cannot be written: {error}", file=sys.stderr)
                 on_end(recipe)
 
 

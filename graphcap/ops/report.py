@@ -85,6 +85,7 @@ def table(result: dict, folder: Path | None = None) -> str:
         lines.append(f"tokens equal to plain greedy decoding           {_equality(result)}")
         lines += [f"  {tie}" for tie in result["ties"] + result["differences"]]
     plain, drafted = result["plain_s_per_token"], result["speculative_s_per_token"]
+    of_run = Path(result["weights"]).parent.name == "checkpoints"
     lines += [
         f"seconds per token, plain                        {plain:.5f}",
         f"seconds per token, with the drafter             {drafted:.5f}  = {drafted / plain:.2f} × plain "
@@ -94,7 +95,7 @@ def table(result: dict, folder: Path | None = None) -> str:
         "what limits them",
         *_limits(result),
         "",
-        f"weights, ready to export   {at(result['weights'])}",
+        f"{'weights, ready to export' if of_run else 'weights':<27}{at(result['weights'])}",
     ]
     if result.get("checkpoint"):
         lines.append(f"checkpoint to resume from  {at(result['checkpoint'])}")

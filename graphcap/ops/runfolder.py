@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import time
 from datetime import datetime, timezone
 from pathlib import Path
@@ -27,8 +28,9 @@ def finished_result(recipe: Recipe) -> dict | None:
     Raises: ConfigError if the folder holds another recipe's run, naming the keys that differ, or files that are no run's.
     """
     folder, kept = recipe.folder, recipe.folder / "config.toml"
-    if folder.exists() and not folder.is_dir():
-        raise _taken(folder, "a file")
+    above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not above.is_dir():
+        raise _taken(above, "a file")
     if not kept.is_file():
         if (folder / ending.START).is_file():  # a start of this kind that ended before it could begin
             return None
@@ -96,6 +98,8 @@ class Claim:
         self._made = [folder for folder in (self.folder, *self.folder.parents) if not folder.exists()]  # innermost first
         self._lock = lock(recipe)
         self._missing_since = 0.0
+        log = self.folder / LOG
+        self._log_bytes = log.stat().st_size if log.exists() else 0
         start, self.previous = ending.read(self.folder, ending.START), ending.read(self.folder, ending.END)
         if self.previous is None and start is not None:
             self.previous = records.conclude(self.folder, start)  # killed with its supervisor, and nobody has asked since
@@ -104,13 +108,20 @@ class Claim:
         self.begin(command)
 
     def note(self, line: str) -> None:
-        """One more line in run.log, which is never cut."""
+        """One more line in run.log, which loses only those of a start that was refused."""
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         with contextlib.suppress(OSError), open(self.folder / LOG, "a", encoding="utf-8") as log:
             log.write(f"{now} {line}\n")
 
     def begin(self, command: str, *, restarts: int = 0) -> None:
-        """A start: nothing of an earlier one may be taken for this one's. restarts: how many came before it."""
+        """A start: nothing of an earlier one may be taken for this one's. restarts: how many came before it.
+
+        What the earlier one left is put aside, as `NAME.before`.
+        """
+        start, *others = self._records()
+        _before(start).unlink(missing_ok=True)
+        if start.exists():
+            shutil.copyfile(start, _before(start))
         checkpoint.write_json(
             self.folder / ending.START,
             {
@@ -121,26 +132,40 @@ class Claim:
                 **blackbox.identity(),
             },
         )
-        (self.folder / ending.END).unlink(missing_ok=True)
-        for name in (blackbox.FILE, faults.TRACEBACK):
-            for path in self.folder.glob(f"rank-*/{name}"):
-                path.unlink()
+        for path in others:
+            _before(path).unlink(missing_ok=True)
+            if path.exists():
+                path.replace(_before(path))
+
+    def _records(self) -> list[Path]:
+        """Where the records of a start lie, start.json first."""
+        ranks = [path for path in self.folder.glob("rank-*") if path.is_dir()]
+        names = (blackbox.FILE, faults.TRACEBACK, "stdout", "stderr")
+        return [self.folder / ending.START, self.folder / ending.END, *(rank / name for rank in ranks for name in names)]
 
     def leave_nothing(self) -> bool:
-        """For a start that was refused: the end before it stands again; of a run that never began nothing stays.
+        """For a start that was refused: the records before it stand again; of a run that never began nothing stays.
 
         False: a run that has begun, with no end before this one's.
         """
         if (self.folder / "config.toml").exists():
             if self.previous is not None:
-                checkpoint.write_json(self.folder / ending.END, self.previous)
+                for path in reversed(self._records()):  # start.json last: until then this start says how it went
+                    path.unlink(missing_ok=True)
+                    if _before(path).exists():
+                        _before(path).replace(path)
+                if self._log_bytes:
+                    os.truncate(self.folder / LOG, self._log_bytes)
+                else:
+                    (self.folder / LOG).unlink(missing_ok=True)
             return self.previous is not None
         for ranks in self.folder.glob("rank-*"):
             for path in ranks.iterdir():
                 path.unlink()
             ranks.rmdir()
-        for name in (ending.START, ending.END, LOG, ".lock"):
-            (self.folder / name).unlink(missing_ok=True)
+        for path in map(self.folder.joinpath, (ending.START, ending.END, LOG, ".lock")):
+            path.unlink(missing_ok=True)
+            _before(path).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # somebody has put something into it
             for folder in self._made:
                 folder.rmdir()
@@ -180,6 +205,10 @@ class Claim:
 
     def close(self) -> None:
         self._lock.close()
+
+
+def _before(path: Path) -> Path:
+    return path.with_name(f"{path.name}.before")
 
 
 def is_claimed(folder: Path) -> bool:

@@ -1,6 +1,7 @@
 """Targets and drafters that cannot be used: exit code 2, the one form of message, and nothing on disk changed."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -27,6 +28,8 @@ def place(tmp_path_factory) -> Path:
     (place / "drafter").mkdir()
     save_file(weight_tensors(drafter), place / "drafter" / WEIGHTS)
     (place / "drafter" / CONFIG).write_text(json.dumps(config_document(drafter.config, torch.float32)))
+    (place / "link.jsonl").symlink_to("a.jsonl")
+    os.mkfifo(place / "pipe.jsonl")
     return place
 
 
@@ -60,26 +63,35 @@ def assert_refused(place: Path, tmp_path: Path, overrides: list[str], words: lis
         (["drafter.num_kv_heads=3"], ["num_kv_heads", "divisor of num_heads (4)"]),
         (["drafter.head_dim=7"], ["head_dim", "even"]),
         (["shapes.row_length=100"], ["'shapes.row_length'", "multiple of 128"]),
+        (["data.held_out={place}/../{place.name}/a.jsonl"], ["'data.held_out'", "not trained on", "{place}/a.jsonl"]),
+        (["data.held_out={place}/link.jsonl"], ["'data.held_out'", "not trained on", "{place}/link.jsonl"]),
+        (["data.train={place}/pipe.jsonl"], ["'data.train'", "pipe.jsonl", "a pipe or a device", "write them into a file"]),
+        (["data.held_out=/dev/zero"], ["'data.held_out'", "/dev/zero", "a pipe or a device"]),
         (["data.max_length=8"], ["max_length = 8", "a.jsonl line 1"]),
         (["target.path=no-owner/no-such-model"], ["'target.path'", "neither a folder nor a cached Hub name", "hf download"]),
         (["target.path=nowhere"], ["'target.path'", "'nowhere'"]),
         (["drafter.init=nowhere"], ["drafter folder 'nowhere'", CONFIG]),
-        (["drafter.init=DRAFTER", "drafter.num_layers=2"], ["'drafter.num_layers'", "expected 1, as in", "got 2"]),
+        (["drafter.init={place}/drafter", "drafter.num_layers=2"], ["'drafter.num_layers'", "expected 1, as in", "got 2"]),
         (
-            ["drafter.init=DRAFTER", "drafter.target_layer_ids=0,2"],
+            ["drafter.init={place}/drafter", "drafter.target_layer_ids=0,2"],
             ["expected 1,2, as in", "set drafter.target_layer_ids=1,2."],
         ),
-        (["drafter.init=DRAFTER", "drafter.num_tapped_layers=3"], ["'drafter.num_tapped_layers'", "expected 2, as"]),
-        (["drafter.init=DRAFTER", "drafter.mask_token=<|im_start|>"], ["'drafter.mask_token'", "got <|im_start|>"]),
+        (["drafter.init={place}/drafter", "drafter.num_tapped_layers=3"], ["'drafter.num_tapped_layers'", "expected 2, as"]),
+        (["drafter.init={place}/drafter", "drafter.mask_token=<|im_start|>"], ["'drafter.mask_token'", "got <|im_start|>"]),
         (
-            ["drafter.init=DRAFTER", "drafter.num_heads=2", "drafter.intermediate_size=96", "drafter.mask_token=<|mask|>"],
+            [
+                "drafter.init={place}/drafter",
+                "drafter.num_heads=2",
+                "drafter.intermediate_size=96",
+                "drafter.mask_token=<|mask|>",
+            ],
             ["'drafter.intermediate_size, drafter.num_heads'", "expected 64; 4, as in", "got 96; 2"],
         ),
     ],
     ids=lambda value: value[-1] if value[0].count("=") else "",
 )
 def test_a_recipe_that_does_not_fit_its_target_is_refused(overrides, words, place, tmp_path, capsys):
-    overrides = [text.replace("DRAFTER", str(place / "drafter")) for text in overrides]
+    overrides, words = ([text.format(place=place) for text in texts] for texts in (overrides, words))
     assert_refused(place, tmp_path, overrides, words, capsys)
 
 
@@ -103,6 +115,20 @@ def unknown_model(folder: Path) -> None:
 def pickled(folder: Path) -> None:
     torch.save(load_file(folder / WEIGHTS), folder / "pytorch_model.bin")
     (folder / WEIGHTS).unlink()
+
+
+def of_kind(kind: str, **sizes):
+    """Put a model of another kind in the target's place."""
+
+    def put(folder: Path) -> None:
+        import transformers
+
+        config = getattr(transformers, f"{kind}Config")(vocab_size=NUM_ROWS, **sizes)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        model.save_pretrained(folder)
+
+    put.__name__ = kind
+    return put
 
 
 def truncated(folder: Path) -> None:
@@ -158,7 +184,9 @@ def no_tokenizer(folder: Path) -> None:
         (no_template, ["chat template", "chat_template.jinja"]),
         (remote_code, ["'target.path'", "target.trust_remote_code=true"]),
         (unknown_model, ["'target.path'", "stranger"]),
-        (pickled, ["'target.path'", WEIGHTS]),
+        (pickled, ["'target.path'", "a pickle, pytorch_model.bin", "never does", "save_pretrained('FOLDER')"]),
+        (of_kind("GPT2", n_layer=2, n_embd=32, n_head=4, n_inner=64), ["'gpt2'", "rotary positions"]),
+        (of_kind("Mamba", hidden_size=32, num_hidden_layers=2, state_size=4), ["'mamba'", "rotary positions"]),
         (truncated, ["'target.path'", "safetensors"]),
         (broken_config, ["'target.path'", CONFIG]),
         (lacking, ["'target.path'", "lack model.layers.2.mlp.up_proj.weight"]),
@@ -223,6 +251,7 @@ DRAFTERS = {
     "no target_layer_ids": (document(dflash_config={"target_layer_ids": None}), ["dflash_config.target_layer_ids"]),
     "no mask token": (document(dflash_config={"mask_token_id": None}), ["dflash_config.mask_token_id"]),
     "no block size": (document(block_size=None, dflash_config={"block_size": None}), ["one block_size", "none"]),
+    "a dtype that is none": (document(dtype="floaty"), ["float32 or bfloat16 or float16 as dtype", "floaty"]),
     "two block sizes": (document(block_size=8), ["one block_size", "4 and 8"]),
     "layers of another convention": (document(dflash_config=BOUNDARY), ["decoder layers", "boundary slots"]),
     "a layer the target lacks": (document(dflash_config={"target_layer_ids": [1, 4]}), ["[1, 4]", "0 to 3"]),

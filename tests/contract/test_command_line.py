@@ -80,11 +80,9 @@ def test_help_of_a_recipe_prints_every_key_with_type_default_and_a_line(capsys):
         ([TINY, "data.train=a.jsonl", "data.held_out=a.jsonl"], ["'data.held_out'", "not trained on"]),
         ([TINY, "run.threads=100000"], ["at most 1023"]),
         ([TINY, "run.seed=36893488147419103232"], ["below 2^63"]),
-        ([TINY, "run.name=" + "x" * 300], ["plain folder name"]),
-        ([TINY, "run.name=a\0b"], ["plain folder name"]),
-        ([TINY, "data.train=a.jsonl", "data.held_out=a.jsonl"], ["'data.held_out'", "not trained on"]),
-        ([TINY, "run.threads=100000"], ["at most 1023"]),
-        ([TINY, "run.seed=36893488147419103232"], ["below 2^63"]),
+        ([TINY, "target.path="], ["'target.path'", "got nothing"]),
+        ([TINY, f"target.path={ROOT}", "target.revision=nope"], ["'target.revision'", "'nope'", "leave it out"]),
+        ([TINY, f"run.out={TINY}", "--dry-run"], ["tiny.toml'", "got a file", "choose another run.name or run.out"]),
         ([TINY, "checkpoint.every=30", "eval.every=20"], ["multiple or a divisor"]),
     ],
 )
@@ -191,6 +189,50 @@ def test_a_refusal_of_the_file_system_is_told_in_the_one_form(capsys, monkeypatc
     assert "file 'runs/out/x/metrics.jsonl'" in error and "No space left" in error and ". Fix: free space" in error
 
 
+def test_a_ctrl_c_says_what_goes_on_and_is_known_inside_what_python_3_11_raises_for_it(capsys, monkeypatch):
+    from graphcap import cli
+
+    def interrupted(options):
+        raise KeyboardInterrupt
+
+    def while_a_class_was_made(options):
+        try:
+            interrupted(options)
+        except KeyboardInterrupt as error:
+            raise RuntimeError("Error calling __set_name__ on 'x'") from error
+
+    for stopped in (interrupted, while_a_class_was_made):
+        monkeypatch.setattr(cli, "_train", stopped)
+        said = []
+        for more in ([], ["--dry-run"]):
+            assert main(["train", TINY, *more]) == 3
+            said.append(capsys.readouterr().err)
+        assert said == [
+            "graphcap: stopped on request; the same command continues from the newest checkpoint\n",
+            "graphcap: stopped on request\n",
+        ]
+
+
+def test_memory_that_is_not_there_is_told_in_the_one_form(capsys, monkeypatch):
+    import torch
+
+    from graphcap import cli
+
+    asked = [
+        (lambda: torch.empty(2**45, dtype=torch.uint8), "none for 35184372088832 bytes more."),
+        (lambda: [0] * 2**59, "none."),
+    ]
+    for allocate, got in asked:
+        monkeypatch.setattr(cli, "_train", lambda options, allocate=allocate: allocate())
+        assert main(["train", TINY]) == 1
+        error = capsys.readouterr().err
+        expected = "memory 'of this process': expected room for the models and the largest row, got"
+        assert f"{expected} {got} Fix: set shapes.row_length lower" in error
+    monkeypatch.setattr(cli, "_train", lambda options: torch.zeros(2) @ torch.zeros(3))
+    with pytest.raises(RuntimeError, match="size"):  # must fail: any other RuntimeError is our bug and keeps its traceback
+        main(["train", TINY])
+
+
 def test_status_of_a_runs_folder_loads_no_torch(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
@@ -228,14 +270,22 @@ def test_a_refused_start_takes_only_its_own_files_and_puts_the_end_before_it_bac
     claim = runfolder.Claim(recipe, "graphcap train x")
     assert not claim.leave_nothing()  # a run that had begun: its end has to be written
     claim.close()
-    (recipe.folder / "start.json").unlink()
     checkpoint.write_json(recipe.folder / "end.json", ending.of_exit(recipe.folder, code=-11, command="graphcap train x"))
-    claim = runfolder.Claim(recipe, "graphcap train x")
+    ranks = recipe.folder / "rank-0"
+    ranks.mkdir()
+    for name in ("flight.bin", "stdout", "stderr"):
+        (ranks / name).write_text(f"{name} of the start that died")
+    before = {path: path.read_bytes() for path in recipe.folder.rglob("*") if path.is_file()}
+    claim = runfolder.Claim(recipe, "graphcap train y")
     assert not (recipe.folder / "end.json").exists() and runfolder.is_claimed(recipe.folder)
+    assert not (ranks / "flight.bin").exists(), "an earlier start's record is not taken for this one's"
     assert "before    dead · rank 0 · SIGSEGV" in (recipe.folder / "run.log").read_text()
+    for name in ("flight.bin", "traceback.txt", "stdout", "stderr"):
+        (ranks / name).write_text("of the refused one")
     assert claim.leave_nothing()
     claim.close()
-    assert (recipe.folder / "end.json").exists() and not runfolder.is_claimed(recipe.folder)
+    assert {path: path.read_bytes() for path in recipe.folder.rglob("*") if path.is_file()} == before
+    assert not runfolder.is_claimed(recipe.folder)
 
 
 def test_one_of_several_ranks_is_refused_before_it_writes_what_the_others_write(tmp_path, monkeypatch, capsys):

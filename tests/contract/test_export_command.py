@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from graphcap import cli
+from graphcap.build import make_drafter
+from graphcap.config import load_recipe
 from graphcap.ops import checkpoint
 from graphcap.ops.export import CONFIG, WEIGHTS
 
@@ -60,8 +62,9 @@ def test_an_export_has_the_best_checkpoints_weights_and_names_its_target_without
     assert "Drafts blocks of 8 tokens for tiny, fingerprint" in card and "acceptance length" in card
     assert str(run.parent) not in card + (out / CONFIG).read_text()
     capsys.readouterr()
-    assert cli.main(["export", "--check", str(out), "--target", "graphcap/assets/tiny"]) == 0
-    assert "whole and sound" in capsys.readouterr().out
+    for folder in (out, run):
+        assert cli.main(["export", "--check", str(folder), "--target", "graphcap/assets/tiny"]) == 0
+        assert "whole and sound" in capsys.readouterr().out
 
 
 def test_an_export_in_bfloat16_is_the_rounded_one_and_decodes(run, tmp_path, capsys):
@@ -75,6 +78,14 @@ def test_an_export_in_bfloat16_is_the_rounded_one_and_decodes(run, tmp_path, cap
     assert cli.main(["eval", str(out), "--target", "graphcap/assets/tiny", *prompts, "--max-new-tokens", "4", "--eager"]) == 0
     shown = capsys.readouterr().out
     assert "1 of 1" in shown and "1 prompts of held_out.jsonl" in shown
+    assert "weights  " in shown and "ready to export" not in shown, "only a run's checkpoint can be exported"
+
+
+def test_a_run_to_start_from_stands_for_its_best_checkpoint(small, run):
+    recipe = load_recipe(small[0], [*small[1:], f"drafter.init={run}"])
+    best = load_file(checkpoint.best(run / "checkpoints") / WEIGHTS)
+    begun = make_drafter(recipe, None).state_dict()
+    assert begun.keys() == best.keys() and all(torch.equal(tensor, best[name]) for name, tensor in begun.items())
 
 
 def change_result(run: Path, **changes) -> None:

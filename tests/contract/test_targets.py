@@ -4,8 +4,12 @@ import json
 
 import pytest
 import torch
+import transformers
 
+from graphcap.build import _sized
 from graphcap.cli import main
+from graphcap.config import Recipe
+from graphcap.errors import ConfigError
 from graphcap.model.loading import load_model
 from graphcap.model.target import Target
 from tests.targets import save_chats, save_recipe, save_target
@@ -50,6 +54,15 @@ def test_two_updates_end_with_equal_tokens_and_the_targets_sizes_in_the_config(f
     }
     assert {name: written[name] for name in expected} == expected
     assert written["dflash_config"]["target_layer_ids"] == [1, 2]
+
+
+def test_a_target_without_grouped_heads_or_rms_norm_says_its_heads_and_epsilon_otherwise():
+    text = transformers.GPTNeoXConfig(num_hidden_layers=12, num_attention_heads=4, hidden_size=32, layer_norm_eps=3e-5)
+    config = _sized(Recipe(), text, vocab_size=99, mask_token_id=1)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps) == (4, 4, 8, 3e-5)
+    text.num_hidden_layers = -1
+    with pytest.raises(ConfigError, match="num_hidden_layers -1"):
+        _sized(Recipe(), text, vocab_size=99, mask_token_id=1)
 
 
 @pytest.mark.parametrize("family", CHANGES)

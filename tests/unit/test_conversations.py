@@ -165,6 +165,11 @@ def test_nothing_left_names_max_length_and_the_reasons(tmp_path):
     path = write(tmp_path / "e.jsonl", [b""])
     with pytest.raises(DataError, match="0 supervised tokens within max_length = 77.*0 conversations: 0 kept"):
         load([path], max_length=77)
+    with pytest.raises(DataError, match="Fix: write conversations into them"):
+        load([path], max_length=77)
+    table = write(tmp_path / "e.csv", [b"prompt,response", b"a,b"])
+    with pytest.raises(DataError, match=r"e.csv line 1.*has to become .jsonl, .jsonl.gz, .parquet, or hf:"):
+        load([table], max_length=77)
 
 
 def test_summary_counts_with_thousands_and_orders_reasons():

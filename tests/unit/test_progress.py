@@ -1,5 +1,6 @@
 """metrics.jsonl stays a file of whole records, and people see one bar, whole lines, and no noise of libraries."""
 
+import errno
 import fcntl
 import io
 import json
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from graphcap.errors import DataError
+from graphcap.errors import CheckpointError, DataError
 from graphcap.ops import progress
 from graphcap.ops.progress import FIELDS, MetricsLog, Progress, read_metrics, without_clock
 
@@ -141,6 +142,44 @@ def test_must_fail_without_the_cut_at_opening_a_record_is_glued_to_half_a_line(t
     with MetricsLog(tmp_path / "m.jsonl") as log:
         log.append(train_record(2))
     assert [record["update"] for record in read_metrics(tmp_path / "m.jsonl")] == [1, 2]
+
+
+class Disk:
+    """A file on a disk that is full now and then: it takes some bytes, or none and says so."""
+
+    def __init__(self, file) -> None:
+        self.file, self.full = file, False
+
+    def write(self, data) -> int:
+        if self.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self.file.write(bytes(data[: random.randint(1, len(data))]))
+
+    def __getattr__(self, name: str):
+        return getattr(self.file, name)
+
+
+def test_what_a_full_disk_refuses_waits_and_is_written_once_and_in_order_when_there_is_room(tmp_path):
+    log, records = MetricsLog(tmp_path / "metrics.jsonl"), []
+    log._file = disk = Disk(log._file)
+    for update in range(1, 200):
+        disk.full = random.random() < 0.7
+        records.append(train_record(update))
+        log.append(records[-1])
+        assert bool(log.refusal) == disk.full
+        if not disk.full:
+            assert read_metrics(log.path) == records
+        elif update % 9 == 0:
+            with pytest.raises(CheckpointError, match=r"metrics '.*metrics.jsonl': .*No space left.*Fix: "):
+                log.sync()
+    disk.full = False
+    log.sync()
+    assert read_metrics(log.path) == records and not log.refusal
+    disk.full = True
+    log.append(train_record(200))
+    with pytest.raises(CheckpointError, match="No space left"):
+        log.close()
+    assert log._file.closed
 
 
 @pytest.mark.parametrize(

@@ -197,11 +197,11 @@ def damaged(tmp_path) -> dict[str, tuple[Path, str]]:
     packed = gzip.compress("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS).encode())
     cut.write_bytes(packed[: len(packed) // 2])
     files = {"plain.jsonl.gz": b'{"messages": []}\n', "a.pkl": b"x", "p.jsonl": pickle.dumps([1]), "w.pt": b"PK\3\4"}
-    files |= {"z.jsonl": b"\x28\xb5\x2f\xfd"}
+    files |= {"z.jsonl": b"\x28\xb5\x2f\xfd", "a.jsonl.bz2": b"BZh9", "a.jsonl.xz": b"\xfd7zXZ"}
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
     said = {"plain.jsonl.gz": "Not a gzipped file", "a.pkl": "pickle.load", "p.jsonl": "pickle.load", "w.pt": "torch.load"}
-    said |= {"z.jsonl": "zstd -d"}
+    said |= {"z.jsonl": "zstd -d", "a.jsonl.bz2": "bunzip2", "a.jsonl.xz": "unxz"}
     places = {name: (tmp_path / name, word) for name, word in said.items()}
     missing, folder = tmp_path / "none.parquet", tmp_path
     return places | {"cut": (cut, "behind line"), "none": (missing, "no such file"), "folder": (folder, "is a directory")}

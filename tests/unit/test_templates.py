@@ -196,6 +196,15 @@ def test_no_template_is_an_error():
         tokenize_conversation(make_tokenizer(None), [{"role": "user", "content": "hi"}])
 
 
+def test_template_that_cannot_be_compiled_is_the_targets_fault_and_no_conversations():
+    for broken in ("{% for message in messages %}", "{{ messages | no_such_filter }}"):
+        with pytest.raises(
+            DataError, match="can be compiled, got Template.*Error at line 1.*Fix: mend chat_template"
+        ) as caught:
+            tokenize_conversation(make_tokenizer(broken), [{"role": "user", "content": "hi"}])
+        assert not isinstance(caught.value, BadConversation)
+
+
 def test_template_that_raises_says_why():
     strict = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('must begin with user') }}{% endif %}" + CHATML
     tokenizer = make_tokenizer(strict)
