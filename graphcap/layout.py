@@ -156,6 +156,7 @@ def shapes_of(recipe: Recipe, documents: DocumentList, frame: Frame, continued: 
     inputs = {"block_size": block_size, "anchor_density": wanted.anchor_density, "window": wanted.window, "rows": wanted.rows}
     if continued is not None:
         shapes = Shapes.load(recipe.folder / "shapes.json")
+        inputs["fix"] = "put the data files back, or start a new run with run.name=OTHER"
     elif wanted.plan == "auto":
         shapes = plan(
             lengths,

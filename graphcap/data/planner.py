@@ -80,12 +80,12 @@ class Shapes:
         anchor_density: float,
         window: int,
         rows: str = "packed",
+        fix: str = 'plan again (shapes.plan = "auto"), or give the inputs that the file was made from',
     ) -> None:
         """Refuse inputs that this was not planned for. lengths, anchor_counts: int [n], in the order of planning.
 
-        Raises: DataError naming the packing version or the settings that differ, else the documents.
+        fix: what to do about it. Raises: DataError naming the packing version or the settings that differ, else the documents.
         """
-        fix = 'plan again (shapes.plan = "auto"), or give the inputs that the file was made from'
         if self.packing_version != PACKING_VERSION:
             raise DataError(
                 "shapes",
