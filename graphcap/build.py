@@ -22,6 +22,7 @@ from graphcap.engine import Engine
 from graphcap.engine.evaluation import Evaluation
 from graphcap.engine.guard import start_compile_workers, torchs_cache_folder, use_deterministic_math
 from graphcap.engine.marks import Marks
+from graphcap.engine.memory import Sizes
 from graphcap.engine.offline import StoredStep
 from graphcap.engine.optimizer import ALIGNMENT_BYTES, Hyper
 from graphcap.engine.step import DrafterStep
@@ -63,6 +64,7 @@ class TrainingRun:
     evaluation: Evaluation
     shapes: Shapes
     schedule: Schedule
+    memory: Sizes  # what its memory depends on
     reader: RowReader  # of rows, and of their features where those are stored
     engine: Engine
     identity: Identity  # of the target

@@ -41,6 +41,7 @@ class Layout:
     evaluation: Evaluation
     shapes: Shapes
     schedule: Schedule
+    memory: memory.Sizes
     revisions: dict[str, str]
 
 
@@ -86,6 +87,7 @@ def lay_out(recipe: Recipe, tokenizer, frame: Frame, continued: dict | None, say
         evaluation=Evaluation(fitting(held_out, shapes.buckets, count=recipe.eval.documents), shapes.buckets),
         shapes=shapes,
         schedule=schedule,
+        memory=frame.memory,
         revisions={origin.path: origin.revision for part in loaded.values() for origin in part.origins if origin.revision},
     )
 

@@ -51,7 +51,7 @@ def _marked(document: Document, tokenizer) -> str:
 
 
 def _memory(run: TrainingRun) -> list[str]:
-    """What is allocated for the whole run; what a step needs besides is known once it has run."""
+    """What is allocated for the whole run, and what it needs in all, as counted for a GPU."""
     state = run.engine.step.state
     held = {
         "target": sum(parameter.nbytes for parameter in run.target.model.parameters()),
@@ -61,7 +61,8 @@ def _memory(run: TrainingRun) -> list[str]:
     sizes = ", ".join(f"{name} {_size(size)}" for name, size in held.items())
     device = run.target.head_VD.device
     free = f"; {_size(torch.cuda.mem_get_info(device)[0])} are left" if device.type == "cuda" else ""
-    return [f"memory    {sizes} on {device.type}; a row's activations and logits come on top{free}"]
+    needed = _size(run.memory.needed_bytes(*run.shapes.buckets))
+    return [f"memory    {sizes} on {device.type}; with a row's activations and logits {needed} on a GPU{free}"]
 
 
 def _disk(run: TrainingRun) -> list[str]:
