@@ -1,0 +1,203 @@
+"""Epochs of plans, predicted and measured: the rows of each plan, replayed with random tokens, target in the step.
+
+    python tools/bench_epoch.py                                     # SmolLM2's shape, three sets, 4,000 documents of each
+    python tools/bench_epoch.py --size q0.6b --sets humps --documents 2000
+
+Costs are measured first, on a few micro steps of one bucket and its halves; plans are made with them, capture left out (a
+bucket costs nothing), so that replay time alone is compared. Sets and ways are those of tools/bench_plan.py, and two more:
+`single`, one document a row with as many lengths as `singles`, whose lengths are powers of two. `padded` is predicted only:
+nearly each of its batches would be a graph of its own. All rows are made before the clock starts. Prints a table, and one
+JSON document last.
+"""
+
+import argparse
+import dataclasses
+import json
+import time
+
+import numpy as np
+import torch
+from bench_plan import (
+    BLOCK_SIZE,
+    DENSITY,
+    MAX_BUCKETS,
+    ROW_LENGTH,
+    UNIT,
+    WINDOW,
+    documents,
+    of_batches,
+    planned,
+    powers,
+    shapes_of,
+)
+
+from graphcap.data import search
+from graphcap.data.costs import PS_PER_S, Costs
+from graphcap.data.packing import Schedule
+from graphcap.data.planner import Bucket, Shapes, plan
+from graphcap.engine import Engine
+from graphcap.engine.guard import start_compile_workers, use_deterministic_math, wait_for_compile_workers
+from graphcap.engine.optimizer import Hyper
+from graphcap.engine.step import DrafterStep
+from graphcap.engine.timing import median_ms, samples
+from graphcap.model.blocks import decay, default_gamma
+from graphcap.model.drafter import Drafter, DrafterConfig, tapped_layers
+from graphcap.model.target import Target
+from graphcap.shapes import trial_buckets
+
+SIZES = {  # hidden, query heads, key heads, head size, MLP, vocabulary, target layers
+    "smol": (576, 9, 3, 64, 1536, 49152, 30),
+    "q0.6b": (1024, 16, 8, 128, 3072, 151936, 28),
+    "toy": (32, 4, 2, 8, 64, 512, 6),  # for a CPU
+}
+ROWS_PER_UPDATE = 8
+
+
+def make_step(size: str, device: torch.device) -> DrafterStep:
+    """A step with a target of random weights in it."""
+    import transformers
+
+    hidden, heads, kv_heads, head_dim, mlp, vocabulary, num_layers = SIZES[size]
+    sizes = {"hidden_size": hidden, "intermediate_size": mlp, "vocab_size": vocabulary, "head_dim": head_dim}
+    sizes |= {"max_position_embeddings": max(ROW_LENGTH.values())}
+    shape = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "num_hidden_layers": num_layers}
+    with torch.device(device):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **shape, tie_word_embeddings=True))
+    taps = tuple(tapped_layers(num_layers, 5))
+    target = Target(model.to(torch.bfloat16 if device.type == "cuda" else torch.float32).requires_grad_(False).eval(), taps)
+    config = DrafterConfig(
+        **sizes,
+        num_layers=5,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        rms_norm_eps=1e-6,
+        rope_theta=1e4,
+        block_size=BLOCK_SIZE,
+        mask_token_id=vocabulary - 1,
+        target_layer_ids=taps,
+        num_target_layers=num_layers,
+    )
+    drafter = Drafter(config)
+    drafter.initialize(0)
+    rates = {"learning_rate": 6e-4, "warmup_fraction": 0.04, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
+    hyper = Hyper(**rates, max_grad_norm=1.0, num_updates=100_000)
+    return DrafterStep(target, drafter, decay=decay(BLOCK_SIZE, default_gamma(BLOCK_SIZE)), hyper=hyper, chunk_tokens=2048)
+
+
+def measured_costs(step: DrafterStep, largest: Bucket, times: int) -> Costs:
+    engine = Engine(step, trial_buckets(largest, BLOCK_SIZE))
+    engine.prepare(eager=False, say=lambda line: print(line, flush=True))
+    found, update_ms = samples(engine, times=times), median_ms(engine.update, times, step.device)
+    engine.close()
+    return Costs.fit(found, block_size=BLOCK_SIZE, update_ms=update_ms)
+
+
+def ways(name: str, lengths: np.ndarray, anchors: np.ndarray, costs: Costs) -> dict[str, Shapes]:
+    """The plans that are replayed."""
+    settings = {"block_size": BLOCK_SIZE, "anchor_density": DENSITY, "window": WINDOW, "row_length": ROW_LENGTH[name]}
+    single = plan(lengths, anchors, **settings, max_buckets=MAX_BUCKETS, costs=costs, rows="single")
+    halves = [ROW_LENGTH[name] >> part for part in range(len(single.buckets))]
+    slots = [search.round_up(int(anchors[lengths <= length].max(initial=1)), UNIT) for length in halves]
+    return {
+        "ours": planned(lengths, anchors, name, costs, max_buckets=MAX_BUCKETS),
+        "one": planned(lengths, anchors, name, costs, max_buckets=1),
+        "powers": powers(lengths, anchors, name, costs),
+        "single": single,
+        "singles": dataclasses.replace(shapes_of(tuple(map(Bucket, halves, slots)), costs), rows="single"),
+    }
+
+
+def rows_of(schedule: Schedule, lengths: np.ndarray, anchors: np.ndarray, vocabulary: int) -> list[tuple]:
+    """(bucket, arrays) of every row of the first epoch, with random tokens and anchors."""
+    draw, made = np.random.default_rng(0), []
+    for update in schedule.updates():
+        for row in update.rows:
+            parts, starts = lengths[list(row.document_ids)], np.cumsum([0, *lengths[list(row.document_ids)]])
+            chosen = [
+                start + np.sort(draw.choice(n - 1, count, replace=False))
+                for n, start, count in zip(parts, starts, anchors[list(row.document_ids)])
+            ]
+            arrays = {
+                "token_ids": draw.integers(0, vocabulary - 1, starts[-1]),
+                "position": np.concatenate([np.arange(n) for n in parts]),
+                "supervised": np.ones(starts[-1]),
+                "anchors": np.concatenate(chosen),
+            }
+            made.append((row.bucket, {key: array.astype(np.int32) for key, array in arrays.items()}))
+    return made
+
+
+def epoch_s(engine: Engine, rows: list[tuple]) -> float:
+    """Seconds of an epoch's micro steps and updates."""
+    for bucket in dict.fromkeys(bucket for bucket, _ in rows):
+        engine.micro_step(bucket)
+    wait(engine.step.device)
+    begin = time.perf_counter()
+    for number, (bucket, arrays) in enumerate(rows, start=1):
+        engine.fill(bucket, arrays)
+        engine.micro_step(bucket)
+        if number % ROWS_PER_UPDATE == 0 or number == len(rows):
+            engine.update()
+    wait(engine.step.device)
+    return time.perf_counter() - begin
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure(name: str, step: DrafterStep, options, costs: Costs) -> dict:
+    """Every way on one set; the buckets of all ways are captured in one engine."""
+    lengths, anchors = documents(name, options.documents, 0)
+    vocabulary, found = SIZES[options.size][5], {}
+    plans = ways(name, lengths, anchors, costs)
+    buckets = sorted({bucket for shapes in plans.values() for bucket in shapes.buckets}, reverse=True)
+    engine = Engine(step, tuple(buckets))
+    engine.prepare(eager=False, say=lambda line: print(line, flush=True))
+    for way, shapes in plans.items():
+        schedule = Schedule(
+            shapes, np.arange(len(lengths)), lengths, anchors, seed=0, epochs=1, rows_per_update=ROWS_PER_UPDATE
+        )
+        rows = rows_of(schedule, lengths, anchors, vocabulary)
+        predicted = int(schedule.epoch_rows(0).cost_ps.sum()) + -(-len(rows) // ROWS_PER_UPDATE) * costs.update_ps
+        measured_s = epoch_s(engine, rows)
+        names = [bucket.name for bucket in shapes.buckets]
+        found[way] = {"measured_s": measured_s, "predicted_s": predicted / PS_PER_S, "rows": len(rows), "buckets": names}
+    engine.close()
+    padded = of_batches(lengths, anchors, costs, 0)
+    found["padded"] = {"predicted_s": padded["rows_ps"] / PS_PER_S}
+    for way, figures in found.items():
+        own = figures.get("measured_s", figures["predicted_s"])
+        error = f"{figures['predicted_s'] / own - 1:+.1%}" if "measured_s" in figures else "predicted"
+        ratio = own / found["ours"]["measured_s"]
+        print(f"{name:<10} {way:<8} {own:>8.2f} s {error:>10} {ratio:>6.2f} × ours  {figures.get('buckets', '')}", flush=True)
+    return {"set": name, "documents": len(lengths), "tokens": int(lengths.sum()), "ways": found}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="smol", choices=SIZES)
+    parser.add_argument("--sets", default="lognormal,humps,pareto", help="which, by comma")
+    parser.add_argument("--documents", type=int, default=4000, help="of each set")
+    parser.add_argument("--times", type=int, default=10, help="replays that a measured cost is the median of")
+    parser.add_argument("--row-length", type=int, help="cut rows and documents to so many tokens: for a CPU, or a small GPU")
+    options = parser.parse_args()
+    for name in options.sets.split(","):
+        ROW_LENGTH[name] = min(ROW_LENGTH[name], options.row_length or ROW_LENGTH[name])
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    use_deterministic_math()
+    if device.type == "cuda":
+        start_compile_workers()
+        wait_for_compile_workers()
+    step, results = make_step(options.size, device), []
+    for name in options.sets.split(","):
+        costs = measured_costs(step, Bucket(ROW_LENGTH[name], search.round_up(ROW_LENGTH[name] // 8, UNIT)), options.times)
+        print(f"{name:<10} costs {json.dumps(costs.to_json())}", flush=True)
+        results.append(measure(name, step, options, costs))
+    where = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    print(json.dumps({"gpu": where, "torch": torch.__version__, "size": options.size, "results": results}))
+
+
+if __name__ == "__main__":
+    main()
