@@ -27,7 +27,7 @@ from graphcap.engine.offline import StoredStep
 from graphcap.engine.optimizer import ALIGNMENT_BYTES, Hyper
 from graphcap.engine.step import DrafterStep
 from graphcap.errors import CaptureError, ConfigError
-from graphcap.layout import Layout, frame_of, lay_out
+from graphcap.layout import Layout, frame_of, lay_out, memory_of, room_bytes
 from graphcap.model import blocks
 from graphcap.model.drafter import Drafter, DrafterConfig, tapped_layers
 from graphcap.model.ends import TargetEnds, load_skeleton
@@ -96,8 +96,9 @@ def build(recipe: Recipe, *, continued: dict | None, say, recorder: Recorder) ->
         _check_disk(recipe, load_config(recipe.target.path, **where), dtype)
     tokenizer, skeleton = load_tokenizer(recipe.target.path, **where), load_skeleton(recipe.target.path, **where)
     drafter_config, mask_name = configure_drafter(recipe, skeleton, tokenizer)
-    frame = frame_of(recipe, skeleton, drafter_config, device=device, dtype=dtype)
-    layout = lay_out(recipe, tokenizer, frame, continued, say, note=recorder.note)
+    layout = lay_out(recipe, tokenizer, frame_of(skeleton, drafter_config), continued, say, note=recorder.note)
+    memory = memory_of(recipe, skeleton, drafter_config, dtype, stored=bool(recipe.features.path))
+    memory.check_fit(layout.shapes.buckets, room_bytes(recipe, device))
 
     recorder.note("load target")
     begin = time.monotonic()
@@ -121,6 +122,7 @@ def build(recipe: Recipe, *, continued: dict | None, say, recorder: Recorder) ->
         target=target,
         drafter=drafter,
         **vars(layout),
+        memory=memory,
         reader=RowReader(
             layout.documents,
             store,

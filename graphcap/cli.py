@@ -386,6 +386,8 @@ def _extract(options) -> int:
 def _shapes(options) -> int:
     from graphcap import config
 
+    if options.json and options.show:
+        options.parser.error("--show does not go with --json")
     recipe = config.load_planned(
         options.overrides,
         target=options.target,

@@ -266,6 +266,7 @@ def load_planned(words: list[str], *, target: str | None, keys: dict[str, object
     overrides += [f"{name}={value}" for name, value in keys.items() if value is not None]
     if target is not None:
         overrides.append(f"target.path={target}")
+    overrides.append("shapes.plan=auto")  # a file that the recipe names is what is to be made
     recipes = [word for word in sources if word.endswith(".toml")]
     if recipes and len(sources) > 1:
         raise ConfigError(

@@ -24,9 +24,10 @@ from graphcap.data.loader import arrange_with
 from graphcap.data.packing import Row
 from graphcap.engine import Engine
 from graphcap.engine.guard import start_compile_workers, torchs_cache_folder, use_deterministic_math
+from graphcap.engine.memory import gib
 from graphcap.engine.offline import FeatureStep
-from graphcap.errors import closing
-from graphcap.layout import frame_of, lay_out
+from graphcap.errors import ConfigError, closing
+from graphcap.layout import frame_of, lay_out, memory_of, room_bytes
 from graphcap.model.ends import TargetFiles, check_identity, load_skeleton
 from graphcap.model.identity import Identity, identity_of
 from graphcap.model.loading import device_and_dtype, dtype_name, load_model, load_tokenizer
@@ -73,8 +74,7 @@ def extract(recipe: Recipe, out: str, *, continued: dict | None, eager: bool, sa
     tokenizer = load_tokenizer(recipe.target.path, **where)
     skeleton = load_skeleton(recipe.target.path, **where)
     config, _ = configure_drafter(recipe, skeleton, tokenizer)
-    frame = frame_of(recipe, skeleton, config, device=device, dtype=dtype)
-    layout = lay_out(recipe, tokenizer, frame, continued, say, note=_phases(note))
+    layout = lay_out(recipe, tokenizer, frame_of(skeleton, config), continued, say, note=_phases(note))
     folder = FeatureFolder(Path(out))
     with closing(folder):
         for line in folder.reopen():
@@ -94,6 +94,8 @@ def extract(recipe: Recipe, out: str, *, continued: dict | None, eager: bool, sa
         if not work.rows:
             say(f"complete  {out} has every document of the recipe")
             return
+        sizes = memory_of(recipe, skeleton, config, dtype, stored=False)
+        _check_memory(sizes.extraction_bytes(layout.shapes.buckets[0]), room_bytes(recipe, device))
         target = Target(load_model(recipe.target.path, dtype=dtype, device=device, **where), config.target_layer_ids)
         identity = identity_of(target.model, recipe.target.path)
         say(f"target    {identity}, {dtype_name(dtype)} on {device.type}")
@@ -102,12 +104,21 @@ def extract(recipe: Recipe, out: str, *, continued: dict | None, eager: bool, sa
             _write(work, target, writer, eager=eager, say=say, note=note)
         del target
         gc.collect()  # a target and its hooks hold each other, and training in this process may need the memory
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
     say(f"extracted {work.num_documents:,} documents to {out}")
 
 
 def _phases(note):
     """`note` for phases that launch nothing."""
     return lambda phase: note(phase, bucket="") if note is not None else None
+
+
+def _check_memory(needed: int, room: int | None) -> None:
+    """Raises: ConfigError if the target's forward over the longest row needs more memory than there is."""
+    if room is not None and needed > room:
+        fix = "use a larger GPU, or shorter rows (shapes.row_length)"
+        raise ConfigError("target", "of the recipe", expected=f"at most {gib(room)} of GPU memory", got=gib(needed), fix=fix)
 
 
 def _check_room(work: Work, kind: Kind, folder: Path, shard_bytes: int, say) -> None:

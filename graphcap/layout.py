@@ -27,7 +27,7 @@ from graphcap.errors import ConfigError
 from graphcap.model.drafter import Drafter, DrafterConfig
 from graphcap.ops import caches
 
-ROWS_OF_AN_UPDATE = 4  # or more, where rows are lengthened
+ROWS_OF_AN_UPDATE = 8  # or more, where rows are lengthened
 MOST_TEXT_WORKERS = 16  # processes that tokenise; each takes about 120 MB
 
 
@@ -41,26 +41,20 @@ class Layout:
     evaluation: Evaluation
     shapes: Shapes
     schedule: Schedule
-    memory: memory.Sizes
     revisions: dict[str, str]
 
 
 @dataclass(frozen=True)
 class Frame:
-    """What a plan depends on beside the documents. room_bytes: GPU memory it may take; None: nobody counts it."""
+    """What a plan depends on beside the documents and the recipe: the same on every machine."""
 
     config: DrafterConfig
     costs: Costs
-    memory: memory.Sizes
-    room_bytes: int | None
 
 
-def frame_of(recipe: Recipe, skeleton, config: DrafterConfig, *, device: torch.device, dtype: torch.dtype) -> Frame:
-    """skeleton: from model/ends.load_skeleton. device: where the run computes; on a GPU its free memory counts."""
-    room = round(recipe.shapes.memory_gib * 2**30) or None
-    if room is None and device.type == "cuda":
-        room = torch.cuda.mem_get_info(device)[0] - memory.LEFT_FREE_BYTES
-    return Frame(config, costs_of(skeleton, config), memory_of(recipe, skeleton, config, dtype), room)
+def frame_of(skeleton, config: DrafterConfig) -> Frame:
+    """skeleton: of the target, from model/ends.load_skeleton."""
+    return Frame(config, costs_of(skeleton, config))
 
 
 def lay_out(recipe: Recipe, tokenizer, frame: Frame, continued: dict | None, say, *, note) -> Layout:
@@ -87,7 +81,6 @@ def lay_out(recipe: Recipe, tokenizer, frame: Frame, continued: dict | None, say
         evaluation=Evaluation(fitting(held_out, shapes.buckets, count=recipe.eval.documents), shapes.buckets),
         shapes=shapes,
         schedule=schedule,
-        memory=frame.memory,
         revisions={origin.path: origin.revision for part in loaded.values() for origin in part.origins if origin.revision},
     )
 
@@ -150,8 +143,7 @@ def _check_tokens(documents: DocumentList, config: DrafterConfig) -> None:
 def shapes_of(recipe: Recipe, documents: DocumentList, frame: Frame, continued: dict | None = None) -> Shapes:
     """The buckets for these documents: planned, from a file, or, for a run that goes on, those in its folder.
 
-    Raises: DataError if a file was planned for other documents; ConfigError if a bucket does not fit the GPU's memory or
-    holds no whole block.
+    Raises: DataError if a file was planned for other documents; ConfigError if the largest bucket holds no whole block.
     """
     wanted, block_size = recipe.shapes, frame.config.block_size
     lengths, anchors = documents.lengths, documents.num_anchors(wanted.anchor_density)
@@ -182,27 +174,18 @@ def shapes_of(recipe: Recipe, documents: DocumentList, frame: Frame, continued: 
             got=str(block_size),
             fix="set drafter.block_size lower, 16 for example, or shapes.row_length higher",
         )
-    if frame.room_bytes is not None:
-        frame.memory.check_fit(shapes.buckets, frame.room_bytes)
     return shapes
 
 
 def _row_length(recipe: Recipe, lengths, anchors, frame: Frame) -> int:
     """Tokens of the largest bucket where the recipe names none; 0: as short as the documents allow.
 
-    Longer rows only where the GPU's memory is known, several documents share a row, and an update keeps a few rows to share
-    among ranks.
+    Longer only where several documents share a row and the recipe leaves the number of rows to us, which keeps a few for ranks.
     """
-    if frame.room_bytes is None or recipe.shapes.rows == "single" or recipe.optimizer.rows_per_update:
+    if recipe.shapes.rows == "single" or recipe.optimizer.rows_per_update:
         return 0
-    return lengthened(
-        lengths,
-        anchors,
-        block_size=frame.config.block_size,
-        costs=frame.costs,
-        most_length=recipe.optimizer.tokens_per_update // ROWS_OF_AN_UPDATE,
-        fits=lambda bucket: frame.memory.needed_bytes(bucket) <= frame.room_bytes,
-    )
+    most_length = recipe.optimizer.tokens_per_update // ROWS_OF_AN_UPDATE
+    return lengthened(lengths, anchors, block_size=frame.config.block_size, costs=frame.costs, most_length=most_length)
 
 
 def schedule_of(recipe: Recipe, documents: DocumentList, shapes: Shapes) -> Schedule:
@@ -232,13 +215,15 @@ def described(recipe: Recipe, shapes: Shapes, schedule: Schedule) -> str:
 
 
 def costs_of(skeleton, config: DrafterConfig) -> Costs:
-    """Predicted times, from the sizes of target and drafter. Experts of a target count as if all ran on every token."""
+    """Predicted times, from the sizes of target and drafter. Experts of a target count as if all ran on every token.
+
+    The target counts where features are stored, too: a run from them has the rows that they were extracted in.
+    """
     hidden, heads = config.hidden_size, config.num_heads * config.head_dim
     keys_and_values = 2 * hidden * config.num_kv_heads * config.head_dim
     text, head = skeleton.config.get_text_config(), config.vocab_size * hidden
-    tables = (skeleton.get_input_embeddings(), skeleton.get_output_embeddings())
-    sizes = {id(table.weight): table.weight.numel() for table in tables}
-    layers = sum(parameter.numel() for parameter in skeleton.parameters()) - sum(sizes.values())
+    tables = sum(table.numel() for table in _tables(skeleton))
+    layers = sum(parameter.numel() for parameter in skeleton.parameters()) - tables
     ran = max(config.target_layer_ids) + 1
     own_head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return Costs.assumed(
@@ -255,20 +240,32 @@ def costs_of(skeleton, config: DrafterConfig) -> Costs:
     )
 
 
-def memory_of(recipe: Recipe, skeleton, config: DrafterConfig, dtype: torch.dtype) -> memory.Sizes:
-    """What the run's memory depends on. With stored features the target is its embedding and head."""
-    stored = bool(recipe.features.path)
+def memory_of(recipe: Recipe, skeleton, config: DrafterConfig, dtype: torch.dtype, *, stored: bool) -> memory.Sizes:
+    """What the run's memory depends on. stored: features come from disk, and the target is its embedding and head."""
     text = skeleton.config.get_text_config()
-    tables = {id(table.weight): table.weight for table in (skeleton.get_input_embeddings(), skeleton.get_output_embeddings())}
     with torch.device("meta"):
         num_parameters = sum(parameter.numel() for parameter in Drafter(config).parameters())
+    loaded = _tables(skeleton) if stored else skeleton.parameters()
     return memory.Sizes(
         drafter=config,
         num_parameters=num_parameters,
-        target_bytes=dtype.itemsize * sum(p.numel() for p in (tables.values() if stored else skeleton.parameters())),
+        target_bytes=dtype.itemsize * sum(tensor.numel() for tensor in loaded),
         target_intermediate=0 if stored else text.intermediate_size,
         itemsize=dtype.itemsize,
         chunk_tokens=recipe.loss.chunk_tokens,
         checkpointing=recipe.drafter.checkpointing,
         stored=stored,
     )
+
+
+def room_bytes(recipe: Recipe, device: torch.device) -> int | None:
+    """Memory that the recipe allows, else what is free on the GPU; None: nobody counts it."""
+    if recipe.shapes.memory_gib:
+        return round(recipe.shapes.memory_gib * 2**30)
+    return torch.cuda.mem_get_info(device)[0] - memory.LEFT_FREE_BYTES if device.type == "cuda" else None
+
+
+def _tables(skeleton) -> list[torch.Tensor]:
+    """Embedding and head, once where they are tied."""
+    modules = skeleton.get_input_embeddings(), skeleton.get_output_embeddings()
+    return list({id(module.weight): module.weight for module in modules}.values())

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from graphcap.build import configure_drafter, make_drafter, make_step
 from graphcap.config import Recipe
@@ -23,15 +24,16 @@ from graphcap.data.packing import Schedule, choose_anchors
 from graphcap.data.planner import Bucket, Shapes
 from graphcap.data.sample import PLAIN_MARKS, supervised_text
 from graphcap.engine import Engine
-from graphcap.engine.guard import start_compile_workers, use_deterministic_math
-from graphcap.engine.memory import gib
+from graphcap.engine.guard import start_compile_workers, torchs_cache_folder, use_deterministic_math
+from graphcap.engine.memory import Sizes, gib
 from graphcap.engine.timing import median_ms, samples
 from graphcap.errors import ConfigError, DataError
-from graphcap.layout import Frame, frame_of, load_data, schedule_of, shapes_of
+from graphcap.layout import Frame, frame_of, load_data, memory_of, room_bytes, schedule_of, shapes_of
 from graphcap.model.ends import load_skeleton
 from graphcap.model.loading import device_and_dtype, load_model, load_tokenizer
 from graphcap.model.target import Target
-from graphcap.ops import drawing
+from graphcap.ops import caches, drawing
+from graphcap.versions import made_by
 
 SAMPLED_DOCUMENTS = 512  # of which the share of supervised tokens that blocks cover is counted
 TIMED_STEPS = {"cuda": 10, "cpu": 3}
@@ -56,17 +58,21 @@ def shapes(recipe: Recipe, wanted: Wanted, say) -> None:
     tell = _silent if wanted.as_json else say
     device, dtype = device_and_dtype(recipe.run.device, recipe.target.dtype)
     _check_out(wanted.out)
+    if wanted.picture:
+        drawing.check_picture(wanted.picture)
     where = {"revision": recipe.target.revision, "trust_remote_code": recipe.target.trust_remote_code}
     tokenizer, skeleton = load_tokenizer(recipe.target.path, **where), load_skeleton(recipe.target.path, **where)
     config, _ = configure_drafter(recipe, skeleton, tokenizer)
     loaded = load_data(recipe, tokenizer, config, tell, note=_silent, names=("train",))["train"]
-    frame = frame_of(recipe, skeleton, config, device=device, dtype=dtype)
+    frame = frame_of(skeleton, config)
+    sizes = memory_of(recipe, skeleton, config, dtype, stored=bool(recipe.features.path))
     planned = shapes_of(recipe, loaded.documents, frame)
     if wanted.measure:
         frame = replace(frame, costs=measured_costs(recipe, frame, planned.buckets[0], device=device, dtype=dtype, say=tell))
         planned = shapes_of(recipe, loaded.documents, frame)
     schedule = schedule_of(recipe, loaded.documents, planned)
-    told = report(recipe, loaded, frame, schedule, measured=wanted.measure)
+    sizes.check_fit(planned.buckets, room_bytes(recipe, device))
+    told = report(recipe, loaded, sizes, schedule, measured=wanted.measure)
     if wanted.as_json:
         say(json.dumps(told | {"shapes": json.loads(planned.to_json())}))
     else:
@@ -75,19 +81,22 @@ def shapes(recipe: Recipe, wanted: Wanted, say) -> None:
     for document in loaded.documents[: wanted.show]:
         text = supervised_text(document, tokenizer, marks=PLAIN_MARKS)
         tell(f"\nsupervised in {document.place}, between the marks:\n{text}\n")
-    if wanted.picture:
-        drawing.picture(wanted.picture, loaded.documents.lengths, marks(told))
     if wanted.out:
         Path(wanted.out).parent.mkdir(parents=True, exist_ok=True)
         planned.save(wanted.out)
         tell(f'written   {wanted.out}; a recipe uses it with shapes.plan = "{wanted.out}"')
+    if wanted.picture:
+        drawing.picture(wanted.picture, loaded.documents.lengths, marks(told))
 
 
 def measured_costs(recipe: Recipe, frame: Frame, largest: Bucket, *, device, dtype, say) -> Costs:
     """The costs of micro steps on this machine, fitted to a few of them, target included. largest: of a plan without them."""
     use_deterministic_math()
     if device.type == "cuda":
+        caches.use(made_by(), say, unless=torchs_cache_folder())
         start_compile_workers()
+    if recipe.run.threads:
+        torch.set_num_threads(recipe.run.threads)
     where = {"revision": recipe.target.revision, "trust_remote_code": recipe.target.trust_remote_code}
     target = Target(load_model(recipe.target.path, dtype=dtype, device=device, **where), frame.config.target_layer_ids)
     step = make_step(recipe, target, make_drafter(recipe, frame.config), num_updates=1)
@@ -119,7 +128,7 @@ def _half(number: int, unit: int) -> int:
     return int(max(unit, -(-number // 2 // unit) * unit))
 
 
-def report(recipe: Recipe, loaded: Documents, frame: Frame, schedule: Schedule, *, measured: bool) -> dict:
+def report(recipe: Recipe, loaded: Documents, sizes: Sizes, schedule: Schedule, *, measured: bool) -> dict:
     """What a plan makes of the documents in its first epoch: numbers by name, times in seconds, memory in bytes."""
     documents, planned = loaded.documents, schedule.shapes
     lengths, anchors = documents.lengths, documents.num_anchors(recipe.shapes.anchor_density)
@@ -142,15 +151,15 @@ def report(recipe: Recipe, loaded: Documents, frame: Frame, schedule: Schedule, 
         "over_bound": found.over,
         "padding_share": (found.rows_ps - num_rows * planned.costs.micro_step_ps - found.bound_ps) / found.rows_ps,
         "correlation": found.correlation,
-        "held_bytes": frame.memory.held_bytes(),
-        "needed_bytes": frame.memory.needed_bytes(*planned.buckets),
+        "held_bytes": sizes.held_bytes(),
+        "needed_bytes": sizes.needed_bytes(*planned.buckets),
         "buckets": [
             {
                 "length": bucket.length,
                 "num_anchors": bucket.num_anchors,
                 "rows": rows,
                 "micro_step_ms": planned.costs.bucket(bucket.length, bucket.num_anchors, planned.block_size) / PS_PER_MS,
-                "needed_bytes": frame.memory.needed_bytes(bucket),
+                "needed_bytes": sizes.needed_bytes(bucket),
             }
             for bucket, rows in zip(planned.buckets, found.rows_of_bucket, strict=True)
         ],
@@ -213,7 +222,12 @@ def _duration(seconds: float) -> str:
 
 
 def _check_out(out: str) -> None:
-    """Only a shapes file is written over. Raises: ConfigError naming the path."""
+    """Only a shapes file is written over, and only in a folder. Raises: ConfigError naming the path."""
+    above = next(folder for folder in Path(out).absolute().parents if folder.exists())
+    if not above.is_dir():
+        raise ConfigError(
+            "option", f"--out {out}", expected="a path below folders", got=f"{above}, a file", fix="give another path"
+        )
     if not out or not Path(out).exists():
         return
     try:

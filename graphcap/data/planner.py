@@ -270,19 +270,15 @@ def _least_length(lengths: np.ndarray, rows: str) -> int:
     return search.round_up(max(int(lengths.max()), shared), TILE_TOKENS)
 
 
-def lengthened(lengths: np.ndarray, anchor_counts: np.ndarray, *, block_size: int, costs: Costs, most_length: int, fits) -> int:
+def lengthened(lengths: np.ndarray, anchor_counts: np.ndarray, *, block_size: int, costs: Costs, most_length: int) -> int:
     """The row length that `plan` begins with, doubled while a micro step's constant is more than a hundredth of its time.
 
-    lengths, anchor_counts: int [n]. most_length: tokens. fits(bucket): whether the memory holds it. Never so long that the
-    documents fill fewer than 64 rows.
+    lengths, anchor_counts: int [n]. most_length: tokens. Never so long that the documents fill fewer than 64 rows. No machine
+    has a say in it: the same documents and settings are the same rows everywhere.
     """
-    length, num_tokens = _least_length(lengths, "packed"), int(lengths.sum())
-
-    def bucket_of(length: int) -> Bucket:
-        return Bucket(length, max(int(anchor_counts.max()), length * int(anchor_counts.sum()) // max(1, num_tokens)))
-
-    while 2 * length <= most_length and 2 * length * _LEAST_ROWS <= num_tokens and fits(bucket_of(2 * length)):
-        if 100 * costs.micro_step_ps <= costs.bucket(length, bucket_of(length).num_anchors, block_size):
+    length, num_tokens, num_anchors = _least_length(lengths, "packed"), int(lengths.sum()), int(anchor_counts.sum())
+    while 2 * length <= most_length and 2 * length * _LEAST_ROWS <= num_tokens:
+        if 100 * costs.micro_step_ps <= costs.bucket(length, length * num_anchors // num_tokens, block_size):
             break
         length *= 2
     return length

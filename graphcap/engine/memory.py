@@ -1,11 +1,11 @@
 """What training needs of a GPU's memory, from sizes alone: before a target is loaded, and for any bucket.
 
-Counted, tensor by tensor, from what a micro step keeps at its fullest moment, which is the head and loss of the last chunk (or,
-with gradient checkpointing and a small vocabulary, a layer run again in the backward). A graph's pool adds what the allocator
-rounds up. What is predicted is the most that is allocated; torch's allocator may hold a few percent more in parts of segments
-that it cannot give back. tests/cuda/test_memory.py holds it against a captured bucket.
+Counted, tensor by tensor, from what a micro step keeps at its fullest moment: in the head and loss of the last chunk, or at the
+end of the backward, when every gradient is there. A graph's pool adds what the allocator rounds up. What is predicted is the
+most that is allocated; torch's allocator may hold a few percent more in parts of segments that it cannot give back.
+tests/cuda/test_memory.py holds it against a captured bucket.
 
-Called by layout.py and shapes.py.
+Called by layout.py, build.py, extract.py and shapes.py.
 """
 
 import math
@@ -63,10 +63,17 @@ class Sizes:
         if self.checkpointing:
             kept, loss = c.num_layers * draft * c.hidden_size, max(loss, layer + backward)
         else:
-            kept, loss = c.num_layers * layer, max(loss, backward)
-        target = rows * (3 * self.target_intermediate + 4 * c.hidden_size) if self.target_intermediate else 0
-        numbers = features + max(target, context + blocks + kept + loss)
+            kept = c.num_layers * layer
+        forward_ends = context + blocks + kept + loss
+        backward_ends = context + blocks + layer + backward + self.num_parameters  # every gradient, in the compute dtype
+        numbers = features + max(self._target_numbers(rows), forward_ends, backward_ends)
         return SEGMENT_BYTES + math.ceil(ROUNDING * self.itemsize * numbers)
+
+    def extraction_bytes(self, bucket: Bucket) -> int:
+        """Memory of computing features alone over rows of at most this bucket's length."""
+        features = bucket.length * len(self.drafter.target_layer_ids) * self.drafter.hidden_size
+        pool = SEGMENT_BYTES + math.ceil(ROUNDING * self.itemsize * self._target_numbers(bucket.length))
+        return self.target_bytes + WORKSPACE_BYTES + features * self.itemsize + pool
 
     def largest_that_fits(self, bucket: Bucket, room_bytes: int) -> Bucket | None:
         """The longest bucket of the same anchors a token that needs no more than that; None if even one tile does not fit."""
@@ -78,10 +85,13 @@ class Sizes:
             fitting = smaller
         return fitting
 
-    def check_fit(self, buckets: tuple[Bucket, ...], room_bytes: int) -> None:
-        """Raises: ConfigError if they need more than that, naming the one that needs most and the largest that fits."""
+    def check_fit(self, buckets: tuple[Bucket, ...], room_bytes: int | None) -> None:
+        """Raises: ConfigError if they need more than that, naming the one that needs most and the largest that fits.
+
+        room_bytes: None: nobody counts.
+        """
         needed = self.needed_bytes(*buckets)
-        if needed <= room_bytes:
+        if room_bytes is None or needed <= room_bytes:
             return
         bucket = max(buckets, key=self.step_bytes)
         fitting = self.largest_that_fits(bucket, room_bytes)
@@ -94,6 +104,10 @@ class Sizes:
         raise ConfigError(
             "bucket", bucket.name, expected=f"at most {gib(room_bytes)} of GPU memory", got=gib(needed), cause=cause, fix=fix
         )
+
+    def _target_numbers(self, rows: int) -> int:
+        """What one layer of the target's forward holds at most, beside its features."""
+        return rows * (3 * self.target_intermediate + 4 * self.drafter.hidden_size) if self.target_intermediate else 0
 
     def _slot_bytes(self, buckets: tuple[Bucket, ...]) -> int:
         """Features that the host fills in: a slot for each bucket, and what stages the largest. Other buffers are small."""

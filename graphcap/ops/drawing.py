@@ -3,6 +3,7 @@
 Knows numbers only. Called by shapes.py.
 """
 
+import importlib.util
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from graphcap.errors import ConfigError
 
 EIGHTHS = " ▏▎▍▌▋▊▉█"
+PICTURES = (".png", ".svg", ".pdf")
 
 
 def edges(longest: int) -> np.ndarray:
@@ -45,14 +47,21 @@ def bar(share: float, width: int) -> str:
     return "█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()
 
 
-def picture(path: str | Path, lengths: np.ndarray, marks: dict[int, list[str]]) -> None:
-    """The same as an image file (.png, .svg, .pdf). Raises: ConfigError if matplotlib is missing or knows no such file."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
+def check_picture(path: str | Path) -> None:
+    """Raises: ConfigError if `picture` could not draw into such a file: matplotlib is missing, or the name ends otherwise."""
+    if importlib.util.find_spec("matplotlib") is None:
         fix = "pip install matplotlib (graphcap's extra `plot`), or leave --picture out"
-        raise ConfigError("picture", path, expected="matplotlib", got="no such module", fix=fix) from error
+        raise ConfigError("picture", path, expected="matplotlib", got="no such module", fix=fix)
+    if Path(path).suffix not in PICTURES or not Path(path).absolute().parent.is_dir():
+        expected = f"a path ending in {', '.join(PICTURES)}, in a folder that is there"
+        raise ConfigError("picture", path, expected=expected, got=f"'{path}'", fix="give another path")
+
+
+def picture(path: str | Path, lengths: np.ndarray, marks: dict[int, list[str]]) -> None:
+    """The same as an image file, if `check_picture` takes its path."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     borders = edges(max(int(lengths.max()), max(marks, default=1)))
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
@@ -67,16 +76,7 @@ def picture(path: str | Path, lengths: np.ndarray, marks: dict[int, list[str]]) 
     for place, (length, texts) in enumerate(sorted(marks.items())):
         axes.axvline(length, color="C3", lw=1)
         axes.text(length, top * (0.98 - 0.07 * (place % 6)), "\n".join(texts), ha="right", va="top", fontsize=7, color="C3")
-    try:
-        figure.savefig(path, dpi=150)
-    except (ValueError, OSError) as error:
-        raise ConfigError(
-            "picture",
-            path,
-            expected="a path ending in .png, .svg or .pdf that can be written",
-            got=str(error),
-            fix="give another",
-        ) from error
+    figure.savefig(path, dpi=150)
 
 
 def _closed_above(lengths: np.ndarray, borders: np.ndarray) -> np.ndarray:

@@ -63,7 +63,6 @@ def test_measured_costs_are_of_this_machine_and_stand_in_the_file(chats, capsys)
     words = (chats, "--target", TINY, "drafter.block_size=8", "drafter.num_layers=1", "shapes.row_length=256")
     assumed, measured = planned(capsys, *words), planned(capsys, *words, "--measure")
     assert measured["shapes"]["costs"] != assumed["shapes"]["costs"]
-    assert measured["epoch_s"] > 10 * assumed["epoch_s"]  # two cores against the rates of an H200
     assert measured["predicted"] != assumed["predicted"]
 
 

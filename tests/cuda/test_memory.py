@@ -60,6 +60,7 @@ def measured_and_predicted(bucket: Bucket, *, checkpointing: bool = False, chunk
         (Bucket(8192, 1024), {}),
         (Bucket(8192, 256), {"chunk_tokens": 4096}),
         (Bucket(4096, 1024), {"checkpointing": True}),
+        (Bucket(512, 32), {"chunk_tokens": 256}),
     ],
 )
 def test_predicted_within_a_tenth_and_never_far_under(bucket, changes):

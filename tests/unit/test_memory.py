@@ -41,6 +41,23 @@ def test_a_bucket_counted_by_hand():
     assert sizes().held_bytes() == 5000 + 1000 * (2 + 16) + WORKSPACE_BYTES
 
 
+def test_at_the_end_of_the_backward_every_gradient_is_there():
+    large, c, rows, draft = sizes(num_parameters=10**7), sizes().drafter, 256, 128
+    keys, queries = c.num_kv_heads * c.head_dim, c.num_heads * c.head_dim
+    numbers = rows * (2 * c.hidden_size + 2 * c.hidden_size + 2 * c.head_dim + 3 * c.num_layers * keys)  # features, context
+    numbers += draft * (2 * c.hidden_size + 2 * c.head_dim)
+    numbers += draft * (4 * (c.hidden_size + queries) + 3 * c.intermediate_size + keys) + 2 * (rows + draft) * keys  # one layer
+    numbers += draft * (2 * c.hidden_size + c.intermediate_size) + 10**7  # what its backward holds; the gradients
+    assert large.step_bytes(Bucket(256, 16)) == pytest.approx(SEGMENT_BYTES + ROUNDING * 2 * numbers, abs=1)
+
+
+def test_extraction_needs_the_target_and_its_features_alone():
+    one, bucket = sizes(), Bucket(256, 16)
+    features, layer = 256 * 2 * one.drafter.hidden_size, 256 * (3 * 64 + 4 * one.drafter.hidden_size)
+    expected = 5000 + WORKSPACE_BYTES + SEGMENT_BYTES + 2 * features + ROUNDING * 2 * layer
+    assert one.extraction_bytes(bucket) == pytest.approx(expected, abs=1)
+
+
 def test_checkpointing_keeps_less_and_a_wide_target_counts():
     bucket = Bucket(1024, 128)
     assert sizes(checkpointing=True).step_bytes(bucket) < sizes().step_bytes(bucket)

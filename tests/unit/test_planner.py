@@ -297,18 +297,17 @@ def test_the_committed_plan_of_the_tiny_recipe_is_what_planning_it_gives_here():
     assert planned == Shapes.load(root / "shapes" / "tiny.json")
 
 
-def test_rows_are_lengthened_while_the_constant_counts_and_memory_updates_and_documents_allow():
+def test_rows_are_lengthened_while_the_constant_counts_and_updates_and_documents_allow():
     lengths = np.random.default_rng(secrets.randbits(32)).integers(10, 1025, 4000)
     anchors = np.maximum(1, lengths // 8)
     costly = dataclasses.replace(ASSUMED, micro_step_ps=10**12)  # a second, whatever the row
     free = dataclasses.replace(ASSUMED, micro_step_ps=0)
 
-    def length(costs=costly, most_length=1 << 20, fits=lambda bucket: True, lengths=lengths):
-        inputs = {"block_size": 16, "costs": costs, "most_length": most_length, "fits": fits}
+    def length(costs=costly, most_length=1 << 20, lengths=lengths):
+        inputs = {"block_size": 16, "costs": costs, "most_length": most_length}
         return lengthened(lengths, anchors[: len(lengths)], **inputs)
 
     assert length(free) == 2048 and length(most_length=4096) == 4096
-    assert length(fits=lambda bucket: bucket.length <= 8192) == 8192
     longest = length()
     assert longest * 64 <= lengths.sum() < longest * 128 and longest % 128 == 0
     assert length(lengths=lengths[:100]) == 2048
