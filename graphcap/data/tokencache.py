@@ -15,6 +15,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import time
 import zlib
@@ -35,6 +36,8 @@ INDEX = "index.json"
 KEPT_FROM_BYTES = 1 << 24  # smaller texts are tokenised in seconds
 _UNUSED_S = 30 * 24 * 3600  # after which a set goes when another one is made
 _BYTES_A_TOKEN = 3  # of text, at the least, as files of many languages go
+_KEPT = re.compile("[0-9a-f]{32}")
+_ASIDE = re.compile(r"\.[0-9a-f]{32}\.(partial|old)")
 _PACKAGES = ("transformers", "tokenizers", "jinja2")
 
 
@@ -180,12 +183,15 @@ def _sync(path: Path) -> None:
 
 
 def _remove_unused(folder: Path) -> None:
-    """Sets that no run has used for long, and what processes that died long ago left behind."""
+    """Sets that no run has used for long, and what processes that died long ago left behind; nothing that is not ours.
+
+    A lock stays, empty as it is: another process may be about to take it.
+    """
     for path in folder.iterdir():
-        known = path / INDEX if (path / INDEX).exists() else path
+        known = path / INDEX if _KEPT.fullmatch(path.name) else path if _ASIDE.fullmatch(path.name) else None
         with contextlib.suppress(OSError):  # another process removes it too
-            if time.time() - known.stat().st_mtime > _UNUSED_S:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            if known is not None and time.time() - known.stat().st_mtime > _UNUSED_S:
+                shutil.rmtree(path)
 
 
 def _no_room(folder: Path, expected: str, got: str) -> DataError:

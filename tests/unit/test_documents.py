@@ -249,6 +249,23 @@ def test_what_was_not_finished_is_never_found(tmp_path, tokenizer, monkeypatch, 
     assert len([one for one in (tmp_path / "cache").iterdir() if one.is_dir() and one.name[0] != "."]) == 1
 
 
+def test_only_sets_that_no_run_has_used_for_long_are_removed(tmp_path, tokenizer, kept_from_the_first_byte):
+    cache, long_ago = tmp_path / "cache", 1_000_000_000
+    theirs = ["thesis/x.txt", "chats.jsonl", f"{'a' * 32}/x.txt", f".{'b' * 32}.lock", f"{'c' * 31}/index.json", ".d.partial/x"]
+    unused = [f"{'e' * 32}/index.json", f".{'e' * 32}.partial/token_ids.bin", f".{'f' * 32}.old/index.json"]
+    used = [f"{'1' * 32}/index.json", f".{'1' * 32}.partial/token_ids.bin"]
+    for name in theirs + unused + used:
+        path = cache / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x")
+        if name not in used:
+            os.utime(path, (long_ago, long_ago))
+            os.utime(path.parent, (long_ago, long_ago))
+    load([mixed(tmp_path / "a.jsonl", random.Random(7), num_rows=40)], tokenizer, Means(cache, 1, print))
+    assert all((cache / name).exists() for name in theirs + used)
+    assert not any((cache / name).parent.exists() for name in unused)
+
+
 def test_room_is_looked_at_first_and_small_or_unnamed_texts_are_not_kept(tmp_path, tokenizer, monkeypatch):
     path, cache = mixed(tmp_path / "a.jsonl", random.Random(7), num_rows=40), tmp_path / "cache"
     load([path], tokenizer, Means(cache, 1, print))
