@@ -153,7 +153,7 @@ class Making:
 
     def discard(self) -> None:
         """Take away what was written."""
-        self.columns.close()
+        self.columns.discard()
         shutil.rmtree(self._aside, ignore_errors=True)
 
     def failed(self, error: OSError) -> DataError:

@@ -3,11 +3,13 @@
 Oracle: the documents of the same file read row by row in this process, and plain loops over them.
 """
 
+import contextlib
 import gzip
 import json
 import math
 import os
 import random
+import resource
 import secrets
 import shutil
 import signal
@@ -247,6 +249,24 @@ def test_what_was_not_finished_is_never_found(tmp_path, tokenizer, monkeypatch, 
         with pytest.raises(DataError, match="stays as it is while it is read"):
             load([path], tokenizer, means)
     assert len([one for one in (tmp_path / "cache").iterdir() if one.is_dir() and one.name[0] != "."]) == 1
+
+
+def test_a_disk_that_fills_up_is_said_and_nothing_is_left(tmp_path, tokenizer, monkeypatch, kept_from_the_first_byte):
+    path, cache = mixed(tmp_path / "a.jsonl", random.Random(7)), tmp_path / "cache"
+
+    def filling(*args):  # what is still in a buffer meets the limit when the file is closed
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        taken = read(*args)
+        patch.callback(signal.signal, signal.SIGXFSZ, signal.signal(signal.SIGXFSZ, signal.SIG_IGN))
+        patch.callback(resource.setrlimit, resource.RLIMIT_FSIZE, limits)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        return taken
+
+    read = conversations.read
+    monkeypatch.setattr(conversations, "read", filling)
+    with contextlib.ExitStack() as patch, pytest.raises(DataError, match="a folder that can be written.*file too large"):
+        load([path], tokenizer, Means(cache, 1, print))
+    assert [one for one in cache.iterdir() if one.is_dir()] == []
 
 
 def test_only_sets_that_no_run_has_used_for_long_are_removed(tmp_path, tokenizer, kept_from_the_first_byte):
