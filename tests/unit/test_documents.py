@@ -286,6 +286,24 @@ def test_only_sets_that_no_run_has_used_for_long_are_removed(tmp_path, tokenizer
     assert not any((cache / name).parent.exists() for name in unused)
 
 
+def test_a_text_that_changes_while_another_process_is_waited_for_is_not_kept(
+    tmp_path, tokenizer, monkeypatch, kept_from_the_first_byte
+):
+    path, cache, alone = tmp_path / "a.jsonl", tmp_path / "cache", tokencache.alone
+    mixed(path, random.Random(7), num_rows=40)
+    first = path.read_bytes()
+
+    def waiting(*args):
+        path.write_bytes(first + first)
+        return alone(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(DataError, match="stays as it is while it is read"):
+        patch.setattr(tokencache, "alone", waiting)
+        load([path], tokenizer, Means(cache, 1, print))
+    path.write_bytes(first)
+    assert facts(load([path], tokenizer, Means(cache, 1, print))) == facts(load([path], tokenizer))
+
+
 def test_room_is_looked_at_first_and_small_or_unnamed_texts_are_not_kept(tmp_path, tokenizer, monkeypatch):
     path, cache = mixed(tmp_path / "a.jsonl", random.Random(7), num_rows=40), tmp_path / "cache"
     load([path], tokenizer, Means(cache, 1, print))
