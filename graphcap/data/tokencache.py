@@ -2,9 +2,10 @@
 
 A kept set is a folder named by its key, a hash of all that its documents depend on: the contents of the files (all of
 them: 4 GB take about 3 s to hash, and no time of day or name vouches for contents), the tokenizer and chat template, the
-versions that render and encode, the rules. It holds the columns of documents.py and `index.json`, written last. It is
-written under a hidden name, synced, and renamed into place; whoever finds it there checks sizes and CRCs first and makes a
-damaged one anew. Nothing else is ever changed in it, and a process that has mapped one keeps it even if it is replaced.
+versions that render and encode, the rules. It holds the columns of documents.py and `index.json`, written last and with a
+hash of itself. It is written under a hidden name, synced, and renamed into place; whoever finds it there checks sizes and
+CRCs first and makes a damaged one anew. Nothing else is ever changed in it, and a process that has mapped one keeps it even
+if it is replaced.
 
 Called by conversations.py; knows not which folder a user's caches have.
 """
@@ -31,7 +32,7 @@ from graphcap.data.sources import Source
 from graphcap.data.tokenising import VERSION, Rules
 from graphcap.errors import DataError
 
-FORMAT = 1
+FORMAT = 2
 INDEX = "index.json"
 KEPT_FROM_BYTES = 1 << 24  # smaller texts are tokenised in seconds
 _UNUSED_S = 30 * 24 * 3600  # after which a set goes when another one is made
@@ -99,7 +100,11 @@ def find(folder: Path, key: Key, names: Sequence[str], say) -> tuple[DocumentLis
     if not kept.exists():
         return None
     try:
-        index = json.loads((kept / INDEX).read_text(encoding="utf-8"))
+        text = (kept / INDEX).read_text(encoding="utf-8")
+        index = json.loads(text)
+        del index["sha256"]
+        if _index_text(index) != text:
+            raise ValueError(f"{INDEX} differs from its hash")
         for name, expected in index["files"].items():
             found = {"bytes": (kept / name).stat().st_size, "crc32": _crc32(kept / name)}
             if found != expected:
@@ -138,7 +143,7 @@ class Making:
         files = (TOKEN_IDS, LOSS_MASK, NUMBERS)
         checks = {name: {"bytes": (self._aside / name).stat().st_size, "crc32": _crc32(self._aside / name)} for name in files}
         whole = index | {"format": FORMAT, "token_dtype": self._key.token_dtype, "made": time.time(), "files": checks}
-        (self._aside / INDEX).write_text(json.dumps(whole), encoding="utf-8")
+        (self._aside / INDEX).write_text(_index_text(whole), encoding="utf-8")
         for path in (*(self._aside / name for name in (*files, INDEX)), self._aside):
             _sync(path)
         kept = self._folder / self._key.name
@@ -159,6 +164,11 @@ class Making:
     def failed(self, error: OSError) -> DataError:
         """The refusal of the file system in our words."""
         return _cannot_write(self._folder, error)
+
+
+def _index_text(index: dict) -> str:
+    """index.json, with a hash of itself."""
+    return json.dumps(index | {"sha256": hashlib.sha256(json.dumps(index).encode()).hexdigest()})
 
 
 def _mapped(kept: Path, token_dtype: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
