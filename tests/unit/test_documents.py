@@ -169,6 +169,26 @@ def test_a_process_that_is_killed_is_an_error_with_its_signal(tmp_path, tokenize
             os.kill(pid, 0)
 
 
+def test_a_process_that_cannot_be_started_is_said_and_the_others_end(
+    tmp_path, tokenizer, monkeypatch, kept_from_the_first_byte
+):
+    path, cache = mixed(tmp_path / "a.jsonl", random.Random(3)), tmp_path / "cache"
+    monkeypatch.setattr(reading, "_ALONE_TOKENS", 1)
+    started, start = [], workers.subprocess.Popen
+
+    def refused_at_the_third(*args, **kind):
+        if len(started) == 2:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        started.append(start(*args, **kind))
+        return started[-1]
+
+    monkeypatch.setattr(workers.subprocess, "Popen", refused_at_the_third)
+    with pytest.raises(GraphcapError, match="'3 of 4': .*resource temporarily unavailable.*fewer workers"):
+        load([path], tokenizer, Means(cache, 4, print))
+    assert len(started) == 2 and all(process.poll() is not None for process in started)
+    assert [one for one in cache.iterdir() if one.is_dir()] == []
+
+
 CHANGES = {
     "a word of the text": lambda path, tokenizer, kind: path.write_bytes(path.read_bytes().replace(b"the", b"teh", 1)),
     "the rules": lambda path, tokenizer, kind: kind.update(max_length=100),
