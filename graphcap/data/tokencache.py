@@ -17,6 +17,7 @@ import importlib.metadata
 import json
 import os
 import re
+import secrets
 import shutil
 import time
 import zlib
@@ -38,7 +39,7 @@ KEPT_FROM_BYTES = 1 << 24  # smaller texts are tokenised in seconds
 _UNUSED_S = 30 * 24 * 3600  # after which a set goes when another one is made
 _BYTES_A_TOKEN = 3  # of text, at the least, as files of many languages go
 _KEPT = re.compile("[0-9a-f]{32}")
-_ASIDE = re.compile(r"\.[0-9a-f]{32}\.(partial|old)")
+_ASIDE = re.compile(r"\.[0-9a-f]{32}\.(partial.*|old)")
 _PACKAGES = ("transformers", "tokenizers", "jinja2")
 
 
@@ -84,13 +85,16 @@ def alone(folder: Path, key: Key, say) -> Iterator[None]:
     except OSError as error:
         raise _cannot_write(folder, error) from error
     with file:
+        locked = True
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             say("another process is tokenising the same texts; waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError:  # a network file system without locks: two may then do the same work, and the second one's stands
-            pass
+            locked = False
+        for left in folder.glob(f".{key.name}.partial-*") if locked else ():  # by a process that died
+            shutil.rmtree(left, ignore_errors=True)
         yield
 
 
@@ -123,11 +127,10 @@ class Making:
 
     def __init__(self, folder: Path, key: Key) -> None:
         """Raises: DataError if the disk has no room for it or refuses."""
-        self._folder, self._key, self._aside = folder, key, folder / f".{key.name}.partial"
+        self._folder, self._key, self._aside = folder, key, folder / f".{key.name}.partial-{secrets.token_hex(4)}"
         needed = key.text_bytes // _BYTES_A_TOKEN * (np.dtype(key.token_dtype).itemsize + 1)
         try:
             _remove_unused(folder)
-            shutil.rmtree(self._aside, ignore_errors=True)
             free = shutil.disk_usage(folder).free
             if free < needed:
                 raise _no_room(folder, f"{needed / 2**30:.1f} GiB for tokens", f"{free / 2**30:.1f} GiB free")

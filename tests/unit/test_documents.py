@@ -252,7 +252,7 @@ def test_what_was_not_finished_is_never_found(tmp_path, tokenizer, monkeypatch, 
             with pytest.raises(DataError, match="no space left on device.*data.cache"):
                 load([path], tokenizer, means)
         assert [one for one in (tmp_path / "cache").iterdir() if one.is_dir()] == []
-    (tmp_path / "cache" / f".{'0' * 32}.partial").mkdir()
+    (tmp_path / "cache" / f".{'0' * 32}.partial-0").mkdir()
     assert facts(load([path], tokenizer, means)) == expected
     grown = Path(path)
 
@@ -289,9 +289,9 @@ def test_a_disk_that_fills_up_is_said_and_nothing_is_left(tmp_path, tokenizer, m
 
 def test_only_sets_that_no_run_has_used_for_long_are_removed(tmp_path, tokenizer, kept_from_the_first_byte):
     cache, long_ago = tmp_path / "cache", 1_000_000_000
-    theirs = ["thesis/x.txt", "chats.jsonl", f"{'a' * 32}/x.txt", f".{'b' * 32}.lock", f"{'c' * 31}/index.json", ".d.partial/x"]
-    unused = [f"{'e' * 32}/index.json", f".{'e' * 32}.partial/token_ids.bin", f".{'f' * 32}.old/index.json"]
-    used = [f"{'1' * 32}/index.json", f".{'1' * 32}.partial/token_ids.bin"]
+    theirs = ["thesis/x.txt", "chats.jsonl", f"{'a' * 32}/x.txt", f".{'b' * 32}.lock", f"{'c' * 31}/index.json", ".d.partial-0/x"]
+    unused = [f"{'e' * 32}/index.json", f".{'e' * 32}.partial-0/token_ids.bin", f".{'f' * 32}.old/index.json"]
+    used = [f"{'1' * 32}/index.json", f".{'1' * 32}.partial-0/token_ids.bin"]
     for name in theirs + unused + used:
         path = cache / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -302,6 +302,35 @@ def test_only_sets_that_no_run_has_used_for_long_are_removed(tmp_path, tokenizer
     load([mixed(tmp_path / "a.jsonl", random.Random(7), num_rows=40)], tokenizer, Means(cache, 1, print))
     assert all((cache / name).exists() for name in theirs + used)
     assert not any((cache / name).parent.exists() for name in unused)
+
+
+def test_two_processes_without_file_locks_do_not_disturb_each_other(
+    tmp_path, tokenizer, monkeypatch, kept_from_the_first_byte
+):
+    path, cache, read = mixed(tmp_path / "a.jsonl", random.Random(7), num_rows=40), tmp_path / "cache", conversations.read
+    expected, others = facts(load([path], tokenizer)), []
+
+    def read_with_another(*args):
+        read_so_far = read(*args)
+        monkeypatch.setattr(conversations, "read", read)
+        others.append(load([path], tokenizer, Means(cache, 1, print)))  # from its start to its end
+        return read_so_far
+
+    def died(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tokencache.fcntl, "flock", lambda *args: (_ for _ in ()).throw(OSError(37, "No locks available")))
+        monkeypatch.setattr(conversations, "read", read_with_another)
+        assert facts(load([path], tokenizer, Means(cache, 1, print))) == expected == facts(others[0])
+        patch.setattr(conversations, "read", died)
+        patch.setattr(tokencache.Making, "discard", lambda making: making.columns.close())
+        Path(path).write_bytes(Path(path).read_bytes() + b"\n")
+        with pytest.raises(KeyboardInterrupt):
+            load([path], tokenizer, Means(cache, 1, print))
+    assert len(list(cache.glob(".*.partial-*"))) == 1
+    load([path], tokenizer, Means(cache, 1, print))  # with the lock held, nobody else can be at it
+    assert list(cache.glob(".*.partial-*")) == []
 
 
 def test_a_text_that_changes_while_another_process_is_waited_for_is_not_kept(
