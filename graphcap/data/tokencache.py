@@ -45,7 +45,7 @@ _PACKAGES = ("transformers", "tokenizers", "jinja2")
 
 @dataclass(frozen=True)
 class Key:
-    """Which kept set the documents are. text_bytes: of the files, unpacked, about."""
+    """Which kept set the documents are. text_bytes: of the files, unpacked, about; of the Hub nothing is known."""
 
     name: str
     text_bytes: int
@@ -73,7 +73,8 @@ def key_of(sources: Sequence[Source], tokenizer, rules: Rules) -> Key | None:
     }
     name = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:32]
     most = max(len(tokenizer), *tokenizer.get_vocab().values())
-    return Key(name, sum(sizes), "uint16" if most < 1 << 16 else "int32")
+    text_bytes = sum(size for source, size in zip(sources, sizes) if not source.revision)
+    return Key(name, text_bytes, "uint16" if most < 1 << 16 else "int32")
 
 
 @contextlib.contextmanager

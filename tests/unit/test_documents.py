@@ -23,6 +23,7 @@ from graphcap.data.conversations import load_documents
 from graphcap.data.documents import DocumentList
 from graphcap.data.packing import num_anchors_of
 from graphcap.data.reading import Means
+from graphcap.data.sources import Row, Source
 from graphcap.errors import DataError, GraphcapError
 from graphcap.model.loading import load_tokenizer
 
@@ -289,7 +290,14 @@ def test_a_disk_that_fills_up_is_said_and_nothing_is_left(tmp_path, tokenizer, m
 
 def test_only_sets_that_no_run_has_used_for_long_are_removed(tmp_path, tokenizer, kept_from_the_first_byte):
     cache, long_ago = tmp_path / "cache", 1_000_000_000
-    theirs = ["thesis/x.txt", "chats.jsonl", f"{'a' * 32}/x.txt", f".{'b' * 32}.lock", f"{'c' * 31}/index.json", ".d.partial-0/x"]
+    theirs = [
+        "thesis/x.txt",
+        "chats.jsonl",
+        f"{'a' * 32}/x.txt",
+        f".{'b' * 32}.lock",
+        f"{'c' * 31}/index.json",
+        ".d.partial-0/x",
+    ]
     unused = [f"{'e' * 32}/index.json", f".{'e' * 32}.partial-0/token_ids.bin", f".{'f' * 32}.old/index.json"]
     used = [f"{'1' * 32}/index.json", f".{'1' * 32}.partial-0/token_ids.bin"]
     for name in theirs + unused + used:
@@ -304,9 +312,7 @@ def test_only_sets_that_no_run_has_used_for_long_are_removed(tmp_path, tokenizer
     assert not any((cache / name).parent.exists() for name in unused)
 
 
-def test_two_processes_without_file_locks_do_not_disturb_each_other(
-    tmp_path, tokenizer, monkeypatch, kept_from_the_first_byte
-):
+def test_two_processes_without_file_locks_do_not_disturb_each_other(tmp_path, tokenizer, monkeypatch, kept_from_the_first_byte):
     path, cache, read = mixed(tmp_path / "a.jsonl", random.Random(7), num_rows=40), tmp_path / "cache", conversations.read
     expected, others = facts(load([path], tokenizer)), []
 
@@ -331,6 +337,16 @@ def test_two_processes_without_file_locks_do_not_disturb_each_other(
     assert len(list(cache.glob(".*.partial-*"))) == 1
     load([path], tokenizer, Means(cache, 1, print))  # with the lock held, nobody else can be at it
     assert list(cache.glob(".*.partial-*")) == []
+
+
+def test_a_data_set_of_the_hub_is_kept_however_little_room_there_is_for_a_large_one(tmp_path, tokenizer, monkeypatch):
+    row = Row("hf:a/b", 1, CHATS[0])
+    monkeypatch.setattr(conversations, "open_path", lambda path: Source(path, "c" * 40, iter([row]), path))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=1 << 24))
+    said = []
+    assert len(load(["hf:a/b"], tokenizer, Means(tmp_path / "cache", 1, said.append)).documents) == 1
+    assert len(said) == 1 and "kept for the next run" in said[0]
 
 
 def test_a_text_that_changes_while_another_process_is_waited_for_is_not_kept(
