@@ -90,7 +90,11 @@ def load_data(
 ) -> dict[str, Documents]:
     """The documents of these keys of [data]. Raises: DataError, ConfigError."""
     loaded = {}
-    cache = {"auto": caches.documents_folder(), "": None}.get(recipe.data.cache, Path(recipe.data.cache))
+    cache = Path(recipe.data.cache) if recipe.data.cache else None
+    if recipe.data.cache == "auto":
+        cache = caches.documents_folder()
+        if cache is None:
+            say("caches    no home folder: tokens of large texts are not kept; name a folder with data.cache")
     for name in names:
         begin = time.monotonic()
 

@@ -148,6 +148,7 @@ def load_documents(
     means = means or Means(None, 1, lambda line: None)
     sources = [open_path(path) for path in paths]
     names = [source.name for source in sources]
+    marks = [_mark(source) for source in sources] if means.cache else []  # first: what is hashed must be what is read
     key = tokencache.key_of(sources, tokenizer, rules) if means.cache else None
     if key is None:
         columns = Columns(None, np.int32)
@@ -162,13 +163,15 @@ def load_documents(
                 f"{means.cache / key.name}"
             )
             return _result(Reading.restored(index), documents, sources)
-        return _made(sources, tokenizer, rules, means, key)
+        return _made(sources, marks, tokenizer, rules, means, key)
 
 
-def _made(sources: list[Source], tokenizer, rules: Rules, means: Means, key: tokencache.Key) -> Documents:
-    """Tokenise, and keep what comes of it under the key. Raises: DataError; then nothing is kept."""
+def _made(sources: list[Source], marks: list, tokenizer, rules: Rules, means: Means, key: tokencache.Key) -> Documents:
+    """Tokenise, and keep what comes of it under the key. marks: of the sources, from before the key was made.
+
+    Raises: DataError; then nothing is kept.
+    """
     names = [source.name for source in sources]
-    marks = [_mark(source) for source in sources]
     making = tokencache.Making(means.cache, key)
     try:
         reading = read(sources, tokenizer, rules, means, making.columns)

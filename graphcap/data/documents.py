@@ -4,6 +4,7 @@ Plans are made from the columns alone; a document's tokens are read when it is a
 Called by conversations.py and tokencache.py.
 """
 
+import contextlib
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -150,9 +151,15 @@ class Columns:
         return DocumentList(self.numbers(), *read, sources)
 
     def close(self) -> None:
-        """Close the files of a folder; a second time does nothing."""
+        """Close the files of a folder; a second time does nothing. Raises: OSError if the disk takes no more."""
         for file in self._files.values():
             file.close()
+
+    def discard(self) -> None:
+        """Close the files of a folder, though the disk may not take what was not yet written."""
+        for file in self._files.values():
+            with contextlib.suppress(OSError):
+                file.close()
 
     def _file(self, name: str):
         if self._folder is None:

@@ -2,9 +2,10 @@
 
 A kept set is a folder named by its key, a hash of all that its documents depend on: the contents of the files (all of
 them: 4 GB take about 3 s to hash, and no time of day or name vouches for contents), the tokenizer and chat template, the
-versions that render and encode, the rules. It holds the columns of documents.py and `index.json`, written last. It is
-written under a hidden name, synced, and renamed into place; whoever finds it there checks sizes and CRCs first and makes a
-damaged one anew. Nothing else is ever changed in it, and a process that has mapped one keeps it even if it is replaced.
+versions that render and encode, the rules. It holds the columns of documents.py and `index.json`, written last and with a
+hash of itself. It is written under a hidden name, synced, and renamed into place; whoever finds it there checks sizes and
+CRCs first and makes a damaged one anew. Nothing else is ever changed in it, and a process that has mapped one keeps it even
+if it is replaced.
 
 Called by conversations.py; knows not which folder a user's caches have.
 """
@@ -15,6 +16,8 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import re
+import secrets
 import shutil
 import time
 import zlib
@@ -30,17 +33,19 @@ from graphcap.data.sources import Source
 from graphcap.data.tokenising import VERSION, Rules
 from graphcap.errors import DataError
 
-FORMAT = 1
+FORMAT = 2
 INDEX = "index.json"
 KEPT_FROM_BYTES = 1 << 24  # smaller texts are tokenised in seconds
 _UNUSED_S = 30 * 24 * 3600  # after which a set goes when another one is made
 _BYTES_A_TOKEN = 3  # of text, at the least, as files of many languages go
+_KEPT = re.compile("[0-9a-f]{32}")
+_ASIDE = re.compile(r"\.[0-9a-f]{32}\.(partial.*|old)")
 _PACKAGES = ("transformers", "tokenizers", "jinja2")
 
 
 @dataclass(frozen=True)
 class Key:
-    """Which kept set the documents are. text_bytes: of the files, unpacked, about."""
+    """Which kept set the documents are. text_bytes: of the files, unpacked, about; of the Hub nothing is known."""
 
     name: str
     text_bytes: int
@@ -68,7 +73,8 @@ def key_of(sources: Sequence[Source], tokenizer, rules: Rules) -> Key | None:
     }
     name = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:32]
     most = max(len(tokenizer), *tokenizer.get_vocab().values())
-    return Key(name, sum(sizes), "uint16" if most < 1 << 16 else "int32")
+    text_bytes = sum(size for source, size in zip(sources, sizes) if not source.revision)
+    return Key(name, text_bytes, "uint16" if most < 1 << 16 else "int32")
 
 
 @contextlib.contextmanager
@@ -80,13 +86,16 @@ def alone(folder: Path, key: Key, say) -> Iterator[None]:
     except OSError as error:
         raise _cannot_write(folder, error) from error
     with file:
+        locked = True
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             say("another process is tokenising the same texts; waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError:  # a network file system without locks: two may then do the same work, and the second one's stands
-            pass
+            locked = False
+        for left in folder.glob(f".{key.name}.partial-*") if locked else ():  # by a process that died
+            shutil.rmtree(left, ignore_errors=True)
         yield
 
 
@@ -96,7 +105,11 @@ def find(folder: Path, key: Key, names: Sequence[str], say) -> tuple[DocumentLis
     if not kept.exists():
         return None
     try:
-        index = json.loads((kept / INDEX).read_text(encoding="utf-8"))
+        text = (kept / INDEX).read_text(encoding="utf-8")
+        index = json.loads(text)
+        del index["sha256"]
+        if _index_text(index) != text:
+            raise ValueError(f"{INDEX} differs from its hash")
         for name, expected in index["files"].items():
             found = {"bytes": (kept / name).stat().st_size, "crc32": _crc32(kept / name)}
             if found != expected:
@@ -115,11 +128,10 @@ class Making:
 
     def __init__(self, folder: Path, key: Key) -> None:
         """Raises: DataError if the disk has no room for it or refuses."""
-        self._folder, self._key, self._aside = folder, key, folder / f".{key.name}.partial"
+        self._folder, self._key, self._aside = folder, key, folder / f".{key.name}.partial-{secrets.token_hex(4)}"
         needed = key.text_bytes // _BYTES_A_TOKEN * (np.dtype(key.token_dtype).itemsize + 1)
         try:
             _remove_unused(folder)
-            shutil.rmtree(self._aside, ignore_errors=True)
             free = shutil.disk_usage(folder).free
             if free < needed:
                 raise _no_room(folder, f"{needed / 2**30:.1f} GiB for tokens", f"{free / 2**30:.1f} GiB free")
@@ -135,7 +147,7 @@ class Making:
         files = (TOKEN_IDS, LOSS_MASK, NUMBERS)
         checks = {name: {"bytes": (self._aside / name).stat().st_size, "crc32": _crc32(self._aside / name)} for name in files}
         whole = index | {"format": FORMAT, "token_dtype": self._key.token_dtype, "made": time.time(), "files": checks}
-        (self._aside / INDEX).write_text(json.dumps(whole), encoding="utf-8")
+        (self._aside / INDEX).write_text(_index_text(whole), encoding="utf-8")
         for path in (*(self._aside / name for name in (*files, INDEX)), self._aside):
             _sync(path)
         kept = self._folder / self._key.name
@@ -150,12 +162,17 @@ class Making:
 
     def discard(self) -> None:
         """Take away what was written."""
-        self.columns.close()
+        self.columns.discard()
         shutil.rmtree(self._aside, ignore_errors=True)
 
     def failed(self, error: OSError) -> DataError:
         """The refusal of the file system in our words."""
         return _cannot_write(self._folder, error)
+
+
+def _index_text(index: dict) -> str:
+    """index.json, with a hash of itself."""
+    return json.dumps(index | {"sha256": hashlib.sha256(json.dumps(index).encode()).hexdigest()})
 
 
 def _mapped(kept: Path, token_dtype: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -180,12 +197,15 @@ def _sync(path: Path) -> None:
 
 
 def _remove_unused(folder: Path) -> None:
-    """Sets that no run has used for long, and what processes that died long ago left behind."""
+    """Sets that no run has used for long, and what processes that died long ago left behind; nothing that is not ours.
+
+    A lock stays, empty as it is: another process may be about to take it.
+    """
     for path in folder.iterdir():
-        known = path / INDEX if (path / INDEX).exists() else path
+        known = path / INDEX if _KEPT.fullmatch(path.name) else path if _ASIDE.fullmatch(path.name) else None
         with contextlib.suppress(OSError):  # another process removes it too
-            if time.time() - known.stat().st_mtime > _UNUSED_S:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            if known is not None and time.time() - known.stat().st_mtime > _UNUSED_S:
+                shutil.rmtree(path)
 
 
 def _no_room(folder: Path, expected: str, got: str) -> DataError:

@@ -27,13 +27,25 @@ class Workers:
     """So many processes with one tokenizer and one set of rules. A batch goes to whichever is free."""
 
     def __init__(self, tokenizer, rules: Rules, *, count: int) -> None:
+        """Raises: GraphcapError if one cannot be started; then none is left."""
         task = pickle.dumps((tokenizer, rules))
         self.count = count
-        self._all = [_Worker(task) for _ in range(count)]
+        self._all: list[_Worker] = []
         self._free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        for worker in self._all:
-            self._free.put(worker)
         self._threads = ThreadPoolExecutor(count)
+        try:
+            for _ in range(count):
+                self._all.append(_Worker(task))
+                self._free.put(self._all[-1])
+        except OSError as error:
+            self.close()
+            raise GraphcapError(
+                "worker that tokenises",
+                f"{len(self._all) + 1} of {count}",
+                expected="a process more",
+                got=(error.strerror or str(error)).lower(),
+                fix="raise the limit of processes or memory, or give fewer CPUs (taskset -c 0), which means fewer workers",
+            ) from error
 
     def submit(self, entries: list[Row | DataError], form: str) -> "Future[Tokenised]":
         """What Tokeniser.tokenise gives for these rows. Its result raises GraphcapError if the process has died."""

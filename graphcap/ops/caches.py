@@ -84,9 +84,15 @@ def folder(made_by: dict[str, str]) -> Path:
     return _root() / re.sub(r"[^\w.+-]+", "_", f"{made_by['torch']}-{made_by['gpu']}")
 
 
-def documents_folder() -> Path:
-    """~/.cache/graphcap/documents, or below XDG_CACHE_HOME: tokens of large texts (data/tokencache.py), for any GPU."""
-    return _root() / "documents"
+def documents_folder() -> Path | None:
+    """~/.cache/graphcap/documents, or below XDG_CACHE_HOME: tokens of large texts (data/tokencache.py), for any GPU.
+
+    None for a user without a home, as containers with a bare user number have.
+    """
+    try:
+        return _root() / "documents"
+    except RuntimeError:
+        return None
 
 
 def _root() -> Path:

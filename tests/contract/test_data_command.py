@@ -1,5 +1,6 @@
 """Prepared folders and kept tokens through the command line: said in the lines about the data, and only where asked for."""
 
+import pwd
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,18 @@ def test_the_recipe_says_where_tokens_are_kept_or_that_they_are_not(tmp_path, ca
     assert cli.main([*refused, f"run.out={tmp_path}/out", "--dry-run"]) == 2
     assert "no text contains" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(filter(None, ["out", where]))
+
+
+@pytest.mark.parametrize("cache", ["auto", ""])
+def test_a_user_without_a_home_is_told_that_tokens_are_not_kept(tmp_path, capsys, monkeypatch, cache):
+    monkeypatch.setattr(tokencache, "KEPT_FROM_BYTES", 1)
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # the user's number stands in no list
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(CHATS.read_text(encoding="utf-8").splitlines(keepends=True)[:20]), encoding="utf-8")
+    refused = ["train", "runs/tiny.toml", f"data.cache={cache}", "drafter.mask_token=<|im_end|>", f"data.train={few}"]
+    assert cli.main([*refused, f"run.out={tmp_path}/out", "--dry-run"]) == 2
+    said = capsys.readouterr()
+    assert "no text contains" in said.err
+    assert ("no home folder: tokens of large texts are not kept" in said.out) == (cache == "auto")

@@ -3,11 +3,13 @@
 Oracle: the documents of the same file read row by row in this process, and plain loops over them.
 """
 
+import contextlib
 import gzip
 import json
 import math
 import os
 import random
+import resource
 import secrets
 import shutil
 import signal
@@ -21,6 +23,7 @@ from graphcap.data.conversations import load_documents
 from graphcap.data.documents import DocumentList
 from graphcap.data.packing import num_anchors_of
 from graphcap.data.reading import Means
+from graphcap.data.sources import Row, Source
 from graphcap.errors import DataError, GraphcapError
 from graphcap.model.loading import load_tokenizer
 
@@ -167,6 +170,26 @@ def test_a_process_that_is_killed_is_an_error_with_its_signal(tmp_path, tokenize
             os.kill(pid, 0)
 
 
+def test_a_process_that_cannot_be_started_is_said_and_the_others_end(
+    tmp_path, tokenizer, monkeypatch, kept_from_the_first_byte
+):
+    path, cache = mixed(tmp_path / "a.jsonl", random.Random(3)), tmp_path / "cache"
+    monkeypatch.setattr(reading, "_ALONE_TOKENS", 1)
+    started, start = [], workers.subprocess.Popen
+
+    def refused_at_the_third(*args, **kind):
+        if len(started) == 2:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        started.append(start(*args, **kind))
+        return started[-1]
+
+    monkeypatch.setattr(workers.subprocess, "Popen", refused_at_the_third)
+    with pytest.raises(GraphcapError, match="'3 of 4': .*resource temporarily unavailable.*fewer workers"):
+        load([path], tokenizer, Means(cache, 4, print))
+    assert len(started) == 2 and all(process.poll() is not None for process in started)
+    assert [one for one in cache.iterdir() if one.is_dir()] == []
+
+
 CHANGES = {
     "a word of the text": lambda path, tokenizer, kind: path.write_bytes(path.read_bytes().replace(b"the", b"teh", 1)),
     "the rules": lambda path, tokenizer, kind: kind.update(max_length=100),
@@ -205,8 +228,6 @@ def flipped(data: bytes) -> bytes:
 @pytest.mark.parametrize("name", [documents.TOKEN_IDS, documents.LOSS_MASK, documents.NUMBERS, tokencache.INDEX])
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_set_is_said_and_made_anew(tmp_path, tokenizer, kept_from_the_first_byte, name, damage):
-    if (name, damage) == (tokencache.INDEX, "a bit"):
-        pytest.skip("a bit of a number in the index is not guarded; what it says of the columns is")
     path, said = mixed(tmp_path / "a.jsonl", random.Random(7), num_rows=40), []
     means = Means(tmp_path / "cache", 1, said.append)
     expected = facts(load([path], tokenizer, means))
@@ -232,7 +253,7 @@ def test_what_was_not_finished_is_never_found(tmp_path, tokenizer, monkeypatch, 
             with pytest.raises(DataError, match="no space left on device.*data.cache"):
                 load([path], tokenizer, means)
         assert [one for one in (tmp_path / "cache").iterdir() if one.is_dir()] == []
-    (tmp_path / "cache" / f".{'0' * 32}.partial").mkdir()
+    (tmp_path / "cache" / f".{'0' * 32}.partial-0").mkdir()
     assert facts(load([path], tokenizer, means)) == expected
     grown = Path(path)
 
@@ -247,6 +268,103 @@ def test_what_was_not_finished_is_never_found(tmp_path, tokenizer, monkeypatch, 
         with pytest.raises(DataError, match="stays as it is while it is read"):
             load([path], tokenizer, means)
     assert len([one for one in (tmp_path / "cache").iterdir() if one.is_dir() and one.name[0] != "."]) == 1
+
+
+def test_a_disk_that_fills_up_is_said_and_nothing_is_left(tmp_path, tokenizer, monkeypatch, kept_from_the_first_byte):
+    path, cache = mixed(tmp_path / "a.jsonl", random.Random(7)), tmp_path / "cache"
+
+    def filling(*args):  # what is still in a buffer meets the limit when the file is closed
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        taken = read(*args)
+        patch.callback(signal.signal, signal.SIGXFSZ, signal.signal(signal.SIGXFSZ, signal.SIG_IGN))
+        patch.callback(resource.setrlimit, resource.RLIMIT_FSIZE, limits)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        return taken
+
+    read = conversations.read
+    monkeypatch.setattr(conversations, "read", filling)
+    with contextlib.ExitStack() as patch, pytest.raises(DataError, match="a folder that can be written.*file too large"):
+        load([path], tokenizer, Means(cache, 1, print))
+    assert [one for one in cache.iterdir() if one.is_dir()] == []
+
+
+def test_only_sets_that_no_run_has_used_for_long_are_removed(tmp_path, tokenizer, kept_from_the_first_byte):
+    cache, long_ago = tmp_path / "cache", 1_000_000_000
+    theirs = [
+        "thesis/x.txt",
+        "chats.jsonl",
+        f"{'a' * 32}/x.txt",
+        f".{'b' * 32}.lock",
+        f"{'c' * 31}/index.json",
+        ".d.partial-0/x",
+    ]
+    unused = [f"{'e' * 32}/index.json", f".{'e' * 32}.partial-0/token_ids.bin", f".{'f' * 32}.old/index.json"]
+    used = [f"{'1' * 32}/index.json", f".{'1' * 32}.partial-0/token_ids.bin"]
+    for name in theirs + unused + used:
+        path = cache / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x")
+        if name not in used:
+            os.utime(path, (long_ago, long_ago))
+            os.utime(path.parent, (long_ago, long_ago))
+    load([mixed(tmp_path / "a.jsonl", random.Random(7), num_rows=40)], tokenizer, Means(cache, 1, print))
+    assert all((cache / name).exists() for name in theirs + used)
+    assert not any((cache / name).parent.exists() for name in unused)
+
+
+def test_two_processes_without_file_locks_do_not_disturb_each_other(tmp_path, tokenizer, monkeypatch, kept_from_the_first_byte):
+    path, cache, read = mixed(tmp_path / "a.jsonl", random.Random(7), num_rows=40), tmp_path / "cache", conversations.read
+    expected, others = facts(load([path], tokenizer)), []
+
+    def read_with_another(*args):
+        read_so_far = read(*args)
+        monkeypatch.setattr(conversations, "read", read)
+        others.append(load([path], tokenizer, Means(cache, 1, print)))  # from its start to its end
+        return read_so_far
+
+    def died(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tokencache.fcntl, "flock", lambda *args: (_ for _ in ()).throw(OSError(37, "No locks available")))
+        monkeypatch.setattr(conversations, "read", read_with_another)
+        assert facts(load([path], tokenizer, Means(cache, 1, print))) == expected == facts(others[0])
+        patch.setattr(conversations, "read", died)
+        patch.setattr(tokencache.Making, "discard", lambda making: making.columns.close())
+        Path(path).write_bytes(Path(path).read_bytes() + b"\n")
+        with pytest.raises(KeyboardInterrupt):
+            load([path], tokenizer, Means(cache, 1, print))
+    assert len(list(cache.glob(".*.partial-*"))) == 1
+    load([path], tokenizer, Means(cache, 1, print))  # with the lock held, nobody else can be at it
+    assert list(cache.glob(".*.partial-*")) == []
+
+
+def test_a_data_set_of_the_hub_is_kept_however_little_room_there_is_for_a_large_one(tmp_path, tokenizer, monkeypatch):
+    row = Row("hf:a/b", 1, CHATS[0])
+    monkeypatch.setattr(conversations, "open_path", lambda path: Source(path, "c" * 40, iter([row]), path))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=1 << 24))
+    said = []
+    assert len(load(["hf:a/b"], tokenizer, Means(tmp_path / "cache", 1, said.append)).documents) == 1
+    assert len(said) == 1 and "kept for the next run" in said[0]
+
+
+def test_a_text_that_changes_while_another_process_is_waited_for_is_not_kept(
+    tmp_path, tokenizer, monkeypatch, kept_from_the_first_byte
+):
+    path, cache, alone = tmp_path / "a.jsonl", tmp_path / "cache", tokencache.alone
+    mixed(path, random.Random(7), num_rows=40)
+    first = path.read_bytes()
+
+    def waiting(*args):
+        path.write_bytes(first + first)
+        return alone(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(DataError, match="stays as it is while it is read"):
+        patch.setattr(tokencache, "alone", waiting)
+        load([path], tokenizer, Means(cache, 1, print))
+    path.write_bytes(first)
+    assert facts(load([path], tokenizer, Means(cache, 1, print))) == facts(load([path], tokenizer))
 
 
 def test_room_is_looked_at_first_and_small_or_unnamed_texts_are_not_kept(tmp_path, tokenizer, monkeypatch):
