@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 
 from graphcap.data import features
 from graphcap.data.features import INDEX, FeatureStore, Kind, needed_bytes
-from graphcap.errors import ConfigError, DataError
+from graphcap.errors import ConfigError, DataError, closing
 from graphcap.ops.features import FeatureFolder
 from tests.toys import fresh_seed
 
@@ -274,6 +274,41 @@ def test_killed_at_every_call_that_changes_the_disk_whole_shards_stay_and_the_ne
         assert damaged(store, documents) == {}
         assert {path.name for path in folder.iterdir()} == {".lock", INDEX, *(shard.name for shard in store.shards)}
     assert seen == sorted(seen) and len(set(seen)) >= 4, seen
+
+
+def test_interrupted_after_every_call_that_changes_the_disk_close_keeps_what_was_added(tmp_path, monkeypatch):
+    kind, left, added = kind_of("bfloat16"), 0, 0
+    documents = random_documents(kind, random.Random(fresh_seed()), 9)
+
+    def interrupted(call):
+        def then(*arguments, **keywords):
+            nonlocal left
+            result, left = call(*arguments, **keywords), left - 1
+            if left == 0:
+                raise KeyboardInterrupt
+            return result
+
+        return then
+
+    for name in ("pwrite", "fsync", "rename", "replace"):
+        monkeypatch.setattr(os, name, interrupted(getattr(os, name)))
+    for at in range(1, 200):
+        folder = FeatureFolder(tmp_path / str(at))
+        writer, added, whole = folder.writer(kind, shard_bytes=400), 0, False
+        left = at
+        try:
+            with closing(folder), closing(writer):
+                for added, one in enumerate(documents):  # noqa: B007 - as many as were added whole
+                    writer.add(*one)
+                added, whole, left = len(documents), left > 0, 0  # what interrupts `close` itself is not caught
+        except KeyboardInterrupt as error:
+            assert not hasattr(error, "__notes__"), error.__notes__
+        features.check_store(folder.folder)
+        store = FeatureStore(folder.folder)
+        assert damaged(store, documents[:added]) == {} and store.num_documents in (added, added + 1)
+        if whole:
+            break
+    assert 20 < at < 199 and added == 9
 
 
 def test_what_was_added_before_an_error_is_kept_by_close(tmp_path):
