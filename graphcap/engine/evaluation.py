@@ -45,7 +45,7 @@ class Evaluation:
     def run(self, engine: Engine, *, asked_to_stop=lambda: False, complete=None) -> dict[str, float] | None:
         """loss, block_match, walked_estimate (tokens committed ÷ visits) and documents. Reads results on the host.
 
-        complete(row, arrays, documents) adds what a slot needs besides, stored features. None if `asked_to_stop()` was true
+        complete(row, arrays) adds what a slot needs besides, stored features. None if `asked_to_stop()` was true
         before all passes were made.
         """
         total = None
@@ -53,7 +53,7 @@ class Evaluation:
         for one in self.passes:
             if asked_to_stop():
                 return None
-            arrays = complete(one.row, one.arrays, self.documents) if complete is not None else one.arrays
+            arrays = complete(one.row, one.arrays) if complete is not None else one.arrays
             engine.fill(one.row.bucket, arrays)
             statistics, correct_NJ = engine.evaluate(one.row.bucket)
             total = statistics.double() if total is None else total + statistics.double()
