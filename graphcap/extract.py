@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from graphcap.build import configure_drafter
 from graphcap.config import Recipe
-from graphcap.data.features import INDEX, FeatureStore, Kind, needed_bytes
+from graphcap.data.features import INDEX, FeatureStore, Kind, check_store, needed_bytes
 from graphcap.data.loader import arrange_with
 from graphcap.data.packing import Row
 from graphcap.engine import Engine
@@ -174,8 +174,8 @@ def check(folder: str) -> list[str]:
     Raises: DataError naming each shard that is missing, cut off or changed, and the documents that are damaged in it.
     """
     begin = time.monotonic()
+    check_store(Path(folder))
     store = FeatureStore(Path(folder))
-    store.check()
     kind, size = store.kind, sum(shard.bytes for shard in store.shards)
     target = kind.target
     return [

@@ -78,7 +78,7 @@ def lay_out(recipe: Recipe, tokenizer, frame: Frame, continued: dict | None, say
             max_length=frame.config.max_position_embeddings - 1,
             dropped=Counter(),  # what the documents' line has said
         ),
-        evaluation=Evaluation(fitting(held_out, shapes.buckets, count=recipe.eval.documents), shapes.buckets),
+        evaluation=Evaluation(fitting(held_out, shapes.buckets, count=recipe.eval.documents), shapes.buckets, rows=shapes.rows),
         shapes=shapes,
         schedule=schedule,
         revisions={origin.path: origin.revision for part in loaded.values() for origin in part.origins if origin.revision},

@@ -84,7 +84,7 @@ def measure(folder: Path, *, num_prompts: int, max_new_tokens: int, with_generat
     buckets = run.shapes.buckets
     kept = fitting([one for one in documents if one.loss_mask.sum() > 1], buckets, count=len(documents))
     run.engine.prepare(eager=False)
-    walked = Evaluation(kept, buckets).run(run.engine)["walked_estimate"]
+    walked = Evaluation(kept, buckets, rows=run.shapes.rows).run(run.engine)["walked_estimate"]
     real = report.acceptance([drafted[document.id].committed for document in kept])["tau"]
     run.engine.close()
     model = load_model(

@@ -23,7 +23,7 @@ from bench_step import BLOCK_SIZE, NUM_TAPPED, SIZES, environment, make_step, ti
 
 from graphcap.config import Features
 from graphcap.data.conversations import Document
-from graphcap.data.features import FeatureStore, Kind
+from graphcap.data.features import FeatureStore, Kind, check_store
 from graphcap.data.packing import Schedule, num_anchors_of
 from graphcap.data.planner import plan
 from graphcap.data.prefetch import RowReader
@@ -134,7 +134,7 @@ def _stored(folder: Path, documents: dict[int, Document], size: str) -> FeatureS
     writer.close()
     place.close()
     store = FeatureStore(folder)
-    store.check()  # and so everything is in the page cache
+    check_store(folder)  # and so everything is in the page cache
     return store
 
 

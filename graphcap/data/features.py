@@ -4,7 +4,7 @@ A store is a folder:
     index.json                what the features are of, and every shard with its size and SHA-256; a hash of itself
     shard-00000.safetensors   `features` [tokens, L·D], documents laid end to end, and one entry a document in COLUMNS
 Nothing of it is read without being checked: sizes and columns when the store is opened, a CRC-32 with every document, all
-bytes with `check`. bfloat16 is uint16 here, its bits: numpy has no such type. Safe to read from several threads.
+bytes with `check_store`. bfloat16 is uint16 here, its bits: numpy has no such type. Safe to read from several threads.
 
 Written by ops/features.py. Called by data/prefetch.py, extract.py and offline.py. Loads no torch.
 """
@@ -146,7 +146,7 @@ class FeatureStore:
         """Raises: DataError naming the shard that is missing, cut off or damaged in its columns."""
         self.folder = Path(folder)
         self.kind, self.shards = read_index(folder)
-        parts = [self._columns(number, shard) for number, shard in enumerate(self.shards)]
+        parts = [_columns(self.folder, self.kind, number, shard) for number, shard in enumerate(self.shards)]
         every = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else _no_columns()
         order = np.argsort(every["key"], kind="stable")
         self._table = {name: column[order] for name, column in every.items()}
@@ -192,80 +192,85 @@ class FeatureStore:
         try:
             crc32 = _read_into(self.folder / shard.name, int(row["offset"]), memoryview(out_TF).cast("B"))
         except OSError as error:
-            raise self._damaged(shard, f"{error.strerror or error} at document {name}") from error
+            raise _damaged(self.folder, shard, f"{error.strerror or error} at document {name}") from error
         if crc32 != row["crc32"]:
-            raise self._damaged(shard, f"other bytes for document {name}: its CRC-32 differs")
-
-    def check(self) -> None:
-        """Read every byte. Raises: DataError naming every shard whose SHA-256 differs and its damaged documents."""
-        wrong = []
-        for number, shard in enumerate(self.shards):
-            with open(self.folder / shard.name, "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() == shard.sha256:
-                    continue
-            wrong.append(f"{shard.name} ({self._damaged_documents(number) or 'outside its documents'})")
-        if wrong:
-            raise DataError(
-                "features",
-                self.folder,
-                expected=f"{len(self.shards)} shards as they were written",
-                got=f"other bytes in {'; '.join(wrong)}",
-                fix="remove these files, then extract again: it computes what is missing",
-            )
-
-    def _damaged_documents(self, number: int) -> str:
-        table, found = self._table, []
-        for place in np.flatnonzero(table["shard"] == number):
-            document_id, held_out = int(table["key"][place]) // 2, bool(table["key"][place] % 2)
-            try:
-                self.read(document_id, held_out, np.empty((table["num_tokens"][place], self.kind.num_features), self._dtype))
-            except DataError:
-                found.append(document_name(document_id, held_out))
-        return ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
-
-    @property
-    def _dtype(self) -> np.dtype:
-        return self.kind.host_dtype
+            raise _damaged(self.folder, shard, f"other bytes for document {name}: its CRC-32 differs")
 
     def _place(self, document_id: int, held_out: bool) -> int | None:
         key = 2 * document_id + held_out
         place = int(np.searchsorted(self._table["key"], key))
         return place if place < self.num_documents and self._table["key"][place] == key else None
 
-    def _columns(self, number: int, shard: Shard) -> dict[str, np.ndarray]:
-        """The shard's columns, and where in it each document begins."""
-        fault = shard_fault(self.folder, shard)
-        if fault:
-            raise self._damaged(shard, fault)
-        packed = bytearray(shard.num_documents * COLUMN_BYTES)
-        try:
-            crc32 = _read_into(self.folder / shard.name, shard.bytes - len(packed), memoryview(packed))
-        except OSError as error:
-            raise self._damaged(shard, error.strerror or str(error)) from error
-        if crc32 != shard.columns_crc32:
-            raise self._damaged(shard, "other bytes in its columns: their CRC-32 differs")
-        columns, begin = {}, 0
-        for name, (_, dtype) in COLUMNS.items():
-            columns[name] = np.frombuffer(packed, dtype, shard.num_documents, begin)
-            begin += columns[name].nbytes
-        ends = np.cumsum(columns["num_tokens"], dtype=np.int64)
-        return {
-            "key": 2 * columns["document_id"] + columns["held_out"],
-            "digest": columns["digest"],
-            "num_tokens": columns["num_tokens"],
-            "crc32": columns["crc32"],
-            "shard": np.full(shard.num_documents, number, np.int32),
-            "offset": HEADER_BYTES + (ends - columns["num_tokens"]) * self.kind.token_bytes,
-        }
 
-    def _damaged(self, shard: Shard, got: str) -> DataError:
-        return DataError(
+def check_store(folder: Path) -> None:
+    """Read every byte. Raises: DataError naming every shard that is missing, cut off or changed, and its damaged documents."""
+    kind, shards = read_index(folder)
+    wrong = [f"{shard.name} ({fault})" for shard in shards if (fault := _fault_within(Path(folder), kind, shard))]
+    if wrong:
+        raise DataError(
             "features",
-            self.folder / shard.name,
-            expected=f"its {shard.num_documents:,} documents ({shard.first} … {shard.last}) as they were written",
-            got=got,
-            fix=f"remove {shard.name} if it is there, then extract again: it computes what is missing",
+            folder,
+            expected=f"{len(shards)} shards as they were written",
+            got=f"damaged: {'; '.join(wrong)}",
+            fix="remove these files where they are there, then extract again: it computes what is missing",
         )
+
+
+def _fault_within(folder: Path, kind: Kind, shard: Shard) -> str:
+    """'' where every byte of a shard is as it was written; else its damaged documents or what is wrong, in words."""
+    path = folder / shard.name
+    try:
+        if fault := shard_fault(folder, shard):
+            return f"{fault}, of {shard.first} … {shard.last}"
+        with open(path, "rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() == shard.sha256:
+                return ""
+        columns, found = _columns(folder, kind, 0, shard), []
+        for key, num_tokens, offset, crc32 in zip(*(columns[name] for name in ("key", "num_tokens", "offset", "crc32"))):
+            if _read_into(path, int(offset), memoryview(bytearray(int(num_tokens) * kind.token_bytes))) != crc32:
+                found.append(document_name(int(key) // 2, bool(key % 2)))
+    except OSError as error:
+        return error.strerror or str(error)
+    except DataError:
+        return f"its columns, of {shard.first} … {shard.last}"
+    return ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "") or "outside its documents"
+
+
+def _columns(folder: Path, kind: Kind, number: int, shard: Shard) -> dict[str, np.ndarray]:
+    """The shard's columns, and where in it each document begins."""
+    fault = shard_fault(folder, shard)
+    if fault:
+        raise _damaged(folder, shard, fault)
+    packed = bytearray(shard.num_documents * COLUMN_BYTES)
+    try:
+        crc32 = _read_into(folder / shard.name, shard.bytes - len(packed), memoryview(packed))
+    except OSError as error:
+        raise _damaged(folder, shard, error.strerror or str(error)) from error
+    if crc32 != shard.columns_crc32:
+        raise _damaged(folder, shard, "other bytes in its columns: their CRC-32 differs")
+    columns, begin = {}, 0
+    for name, (_, dtype) in COLUMNS.items():
+        columns[name] = np.frombuffer(packed, dtype, shard.num_documents, begin)
+        begin += columns[name].nbytes
+    ends = np.cumsum(columns["num_tokens"], dtype=np.int64)
+    return {
+        "key": 2 * columns["document_id"] + columns["held_out"],
+        "digest": columns["digest"],
+        "num_tokens": columns["num_tokens"],
+        "crc32": columns["crc32"],
+        "shard": np.full(shard.num_documents, number, np.int32),
+        "offset": HEADER_BYTES + (ends - columns["num_tokens"]) * kind.token_bytes,
+    }
+
+
+def _damaged(folder: Path, shard: Shard, got: str) -> DataError:
+    return DataError(
+        "features",
+        folder / shard.name,
+        expected=f"its {shard.num_documents:,} documents ({shard.first} … {shard.last}) as they were written",
+        got=got,
+        fix=f"remove {shard.name} if it is there, then extract again: it computes what is missing",
+    )
 
 
 def _no_columns() -> dict[str, np.ndarray]:

@@ -25,6 +25,7 @@ TILE_TOKENS = 128
 LEAST_ROW_TOKENS = 2048
 _LEAST_ROWS = 64  # of an epoch, where rows are made longer than the documents need
 _MAX_FILE_BYTES = 64 * 1024
+_MOST_ROW_PS = 1 << 56  # 20 hours: times of a row and their sums are int64
 ROWS = ("packed", "single")
 _KEYS = (
     "buckets",
@@ -166,7 +167,11 @@ class Shapes:
                     f"slots times block_size a multiple of {TILE_TOKENS}, and no more than the first bucket's",
                     f"bucket {bucket.name} with block_size {fields['block_size']}",
                 )
-        return cls(**{**fields, "buckets": buckets, "costs": _costs_from(fields["costs"], source)})
+        costs = _costs_from(fields["costs"], source)
+        longest = costs.bucket(buckets[0].length, buckets[0].num_anchors, fields["block_size"])
+        if longest + costs.pair_ps * buckets[0].length ** 2 > _MOST_ROW_PS:
+            raise _refuse(source, f"costs by which no row takes more than {_MOST_ROW_PS} ps", repr(fields["costs"]))
+        return cls(**{**fields, "buckets": buckets, "costs": costs})
 
     def save(self, path: str | Path) -> None:
         """Write the JSON file, under 64 KiB, whole or not at all."""

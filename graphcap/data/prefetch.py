@@ -65,13 +65,13 @@ class RowReader:
         """The arrays of every (epoch, row), in order; those of one are overwritten once the next are asked for."""
         return Prefetch(jobs, self._made, num_threads=self.num_threads)
 
-    def with_features(self, row: Row, arrays: dict[str, np.ndarray], documents: Mapping[int, Document]) -> dict:
+    def with_features(self, row: Row, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The arrays of a held-out row, and its features where there is a store; a row is read once for its passes."""
         if self.store is None:
             return arrays
         if row != self._held_out_row:
             self._held_out_row = None
-            self._features(row, documents, True, "held_out")
+            self._features(row, arrays["position"], True, "held_out")
             self._held_out_row = row
         return {**arrays, "features": self._buffers["held_out"][: len(arrays["token_ids"])]}
 
@@ -79,13 +79,16 @@ class RowReader:
         epoch, row = job
         arrays = arrange(row, self.documents, seed=self.seed, epoch=epoch, density=self.density).arrays()
         if self.store is not None:
-            arrays["features"] = self._features(row, self.documents, False, place)
+            arrays["features"] = self._features(row, arrays["position"], False, place)
         return arrays
 
-    def _features(self, row: Row, documents: Mapping[int, Document], held_out: bool, place: int | str) -> np.ndarray:
-        """[tokens, F] of the row's documents, in the buffer of that place: fresh pages would cost more than the reading."""
+    def _features(self, row: Row, position_T: np.ndarray, held_out: bool, place: int | str) -> np.ndarray:
+        """[tokens, F] of the row's documents, in the buffer of that place: fresh pages would cost more than the reading.
+
+        position_T: int32 [tokens], 0 where a document begins, so none is read again for its length.
+        """
         kind = self.store.kind
-        lengths = [len(documents[document_id].token_ids) for document_id in row.document_ids]
+        lengths = np.diff(np.flatnonzero(position_T == 0), append=len(position_T))
         buffer = self._buffers.get(place)
         if buffer is None or len(buffer) < row.bucket.length:
             buffer = self._buffers[place] = np.zeros((row.bucket.length, kind.num_features), kind.host_dtype)

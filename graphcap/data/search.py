@@ -117,19 +117,22 @@ def fewest_padded(lengths: np.ndarray, counts: np.ndarray, most: np.ndarray, pro
 
     lengths: int64 [m], rising, what a bucket may be as long as; counts, most: int64 [m], documents that need just that
     length, and the most anchors of one. The last length is always chosen. Exact: the least cost of the documents up to
-    one length with k buckets follows from the least costs with k - 1.
+    one length with k buckets follows from the least costs with k - 1. Costs of more than 2^60 ps in all are counted in a
+    unit so large that their sums stay below 2^62.
     """
-    size, never = len(lengths), np.iinfo(np.int64).max // 4
+    size, never = len(lengths), 1 << 61
     slots = np.zeros((size, size), np.int64)  # [j, i]: the most anchors of documents i … j
     for j in range(size):
         slots[j, : j + 1] = np.maximum(slots[j - 1, : j + 1], most[j])
     slots[-1] = most.max()
     slots = np.maximum(1, -(-slots // problem.unit)) * problem.unit
     total = np.append(0, np.cumsum(counts))
-    cost = (total[1:, None] - total[None, :-1]) * problem.costs.bucket(lengths[:, None], slots, problem.block_size)
+    each = problem.costs.bucket(lengths[:, None], slots, problem.block_size)
+    unit = 1 + (int(total[-1]) * int(each.max()) >> 60)
+    cost = (total[1:, None] - total[None, :-1]) * (each // unit)
     cost[np.triu_indices(size, 1)] = never  # [j, i]: documents i … j in the bucket that ends with j
     least, before = cost[:, 0], []
-    yield int(least[-1]), [size - 1]
+    yield int(least[-1]) * unit, [size - 1]
     for _ in range(1, min(problem.max_buckets, size)):
         sums = least[None, :-1] + cost[:, 1:]
         before.append(sums.argmin(axis=1))
@@ -137,7 +140,7 @@ def fewest_padded(lengths: np.ndarray, counts: np.ndarray, most: np.ndarray, pro
         lasts = [size - 1]
         for step in reversed(before):
             lasts.append(int(step[lasts[-1]]))
-        yield int(least[-1]), lasts[::-1]
+        yield int(least[-1]) * unit, lasts[::-1]
 
 
 class _Sample:

@@ -32,10 +32,10 @@ class Pass:
 class Evaluation:
     """Evaluates on fixed held-out documents. The passes are laid out once and are the same every time."""
 
-    def __init__(self, documents: list[Document], buckets: tuple) -> None:
-        """documents: each at most as long as the largest bucket; `fitting` finds them."""
+    def __init__(self, documents: list[Document], buckets: tuple, *, rows: str) -> None:
+        """documents: each at most as long as the largest bucket; `fitting` finds them. rows: as in Shapes."""
         self.documents = {document.id: document for document in documents}
-        self.passes = [one for row in _rows(documents, buckets) for one in _passes(row, self.documents)]
+        self.passes = [one for row in _rows(documents, buckets, rows) for one in _passes(row, self.documents)]
 
     @property
     def rows(self) -> list[Row]:
@@ -45,7 +45,7 @@ class Evaluation:
     def run(self, engine: Engine, *, asked_to_stop=lambda: False, complete=None) -> dict[str, float] | None:
         """loss, block_match, walked_estimate (tokens committed ÷ visits) and documents. Reads results on the host.
 
-        complete(row, arrays, documents) adds what a slot needs besides, stored features. None if `asked_to_stop()` was true
+        complete(row, arrays) adds what a slot needs besides, stored features. None if `asked_to_stop()` was true
         before all passes were made.
         """
         total = None
@@ -53,7 +53,7 @@ class Evaluation:
         for one in self.passes:
             if asked_to_stop():
                 return None
-            arrays = complete(one.row, one.arrays, self.documents) if complete is not None else one.arrays
+            arrays = complete(one.row, one.arrays) if complete is not None else one.arrays
             engine.fill(one.row.bucket, arrays)
             statistics, correct_NJ = engine.evaluate(one.row.bucket)
             total = statistics.double() if total is None else total + statistics.double()
@@ -92,12 +92,12 @@ def _walked(document: Document, matches: dict[int, int]) -> list[int]:
     return [step for span in spans for step in walk(matches, int(span[0]), int(span[-1]))]
 
 
-def _rows(documents: list[Document], buckets: tuple) -> list[Row]:
-    """Documents in their order, as many a row as the largest bucket holds."""
+def _rows(documents: list[Document], buckets: tuple, how: str) -> list[Row]:
+    """Documents in their order, as many a row as the largest bucket holds, or with "single" one."""
     largest = max(buckets, key=lambda bucket: bucket.length)
     rows, current, used = [], [], 0
     for document in documents:
-        if used + len(document.token_ids) > largest.length:
+        if current and (how == "single" or used + len(document.token_ids) > largest.length):
             rows.append(Row(largest, tuple(current)))
             current, used = [], 0
         current.append(document.id)

@@ -116,6 +116,7 @@ class FeatureWriter:
         self._file = None
         self._rows: list[tuple[int, int, int, int, bool]] = []  # of the shard under way, as in COLUMNS
         self._end = HEADER_BYTES
+        self._sealed: Shard | None = None  # complete, but not in the index yet
 
     def add(self, document_id: int, held_out: bool, token_ids: np.ndarray, features_TF: np.ndarray) -> None:
         """Append a document. token_ids: int32 [T]. features_TF: [T, F] of `kind.host_dtype`. Raises: OSError."""
@@ -135,7 +136,7 @@ class FeatureWriter:
             self._finish()
         elif self._file is not None:
             self._file.close()
-            self._partial.unlink()
+            self._partial.unlink(missing_ok=True)
 
     @property
     def _partial(self) -> Path:
@@ -148,24 +149,33 @@ class FeatureWriter:
             done += os.pwrite(self._file.fileno(), data[done:], offset + done)
 
     def _finish(self) -> None:
+        """Put the shard under way in the index. Wherever it is interrupted, a second call goes on."""
+        if self._sealed is None:
+            self._sealed = self._seal()
+        if self._partial.exists():
+            os.rename(self._partial, self._folder.folder / self._sealed.name)
+        checkpoint.sync(self._folder.folder)
+        self._folder._write_index(self.kind, [*self.shards, self._sealed])
+        self._rows = []  # first: with it `close` has nothing left to finish
+        self._file.close()
+        self.shards.append(self._sealed)
+        self._file, self._end, self._sealed = None, HEADER_BYTES, None
+
+    def _seal(self) -> Shard:
+        """Complete the hidden file."""
         columns = [np.array(values, dtype) for values, (_, dtype) in zip(zip(*self._rows), COLUMNS.values(), strict=True)]
         packed = b"".join(column.tobytes() for column in columns)
         num_tokens = int(columns[2].sum())
         self._write(shard_header(self.kind, num_documents=len(self._rows), num_tokens=num_tokens), 0)
-        self._write(packed, self._end)
-        self._file.truncate(self._end + len(packed))  # half of a document whose writing failed lies behind
+        end = HEADER_BYTES + num_tokens * self.kind.token_bytes  # not self._end: an interrupted `add` may not have raised it
+        self._write(packed, end)
+        self._file.truncate(end + len(packed))  # half of a document whose writing failed lies behind
         os.fsync(self._file.fileno())
-        partial, name = self._partial, _following(self.shards)
-        with open(partial, "rb") as file:
+        with open(self._partial, "rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         first, last = (document_name(row[0], row[4]) for row in (self._rows[0], self._rows[-1]))
-        shard = Shard(name, self._end + len(packed), sha256, len(self._rows), num_tokens, zlib.crc32(packed), first, last)
-        os.rename(partial, self._folder.folder / name)
-        checkpoint.sync(self._folder.folder)
-        self._folder._write_index(self.kind, [*self.shards, shard])
-        self.shards.append(shard)
-        self._file.close()
-        self._file, self._rows, self._end = None, [], HEADER_BYTES
+        name, size = _following(self.shards), end + len(packed)
+        return Shard(name, size, sha256, len(self._rows), num_tokens, zlib.crc32(packed), first, last)
 
 
 def check_kind(there: Kind, wanted: Kind, folder: Path) -> None:

@@ -64,7 +64,7 @@ def spoken():
 def test_the_walked_estimate_is_what_decoding_with_the_drafter_committed(spoken, sizes):
     toy, documents, committed = spoken
     engine, buckets = make_engine(make_step(toy.target, toy.drafter), *sizes)
-    evaluation = Evaluation(documents, tuple(buckets))
+    evaluation = Evaluation(documents, tuple(buckets), rows="packed")
     found = matches_of(engine, evaluation)
     for document, steps in zip(documents, committed, strict=True):
         first, last = int(np.argmax(document.loss_mask)), len(document.token_ids) - 1
@@ -78,6 +78,17 @@ def test_the_walked_estimate_is_what_decoding_with_the_drafter_committed(spoken,
     assert any(
         walk(wrong[d.id], int(np.argmax(d.loss_mask)), len(d.token_ids) - 1) != steps for d, steps in zip(documents, committed)
     )
+
+
+def test_with_single_rows_every_held_out_document_has_its_own_and_the_result_is_the_same():
+    seed = fresh_seed()
+    rng = random.Random(seed)
+    replies = [[rng.randrange(MASK_ID) for _ in range(rng.randint(2, 12))] for _ in range(5)]
+    documents = [document_of(number, [1, 2], reply) for number, reply in enumerate(replies)]
+    engine, buckets = make_engine(make_step(TableTarget(seed), random_drafter(seed)), (64, 9))
+    packed, single = (Evaluation(documents, tuple(buckets), rows=rows) for rows in ("packed", "single"))
+    assert [row.document_ids for row in single.rows] == [(0,), (1,), (2,), (3,), (4,)] and len(packed.rows) < 5
+    assert single.run(engine) == pytest.approx(packed.run(engine), rel=1e-4)
 
 
 def naive_statistics(target: TableTarget, drafter, document: Document):
@@ -117,7 +128,7 @@ def test_loss_and_block_match_are_naive_sums_over_every_supervised_position():
         documents.append(Document(number, np.array([rng.randrange(MASK_ID) for _ in range(length)], np.int32), mask, "toy", 1))
     engine, buckets = make_engine(make_step(target, drafter), (48, 7))
     before = engine.step.state.sums.clone()
-    result = Evaluation(documents, tuple(buckets)).run(engine)
+    result = Evaluation(documents, tuple(buckets), rows="packed").run(engine)
     expected = sum(naive_statistics(target, drafter, document) for document in documents)
     assert result["loss"] == pytest.approx(expected[0] / expected[1], rel=1e-4)
     assert result["block_match"] == pytest.approx(1 + expected[3] / expected[2], rel=1e-6)
@@ -132,7 +143,7 @@ def test_every_supervised_span_is_walked_on_its_own():
     mask = np.array([0, 1, 1, 1, 0, 1, 0, 1, 1, 1, 1], bool)
     document = Document(0, np.arange(11, dtype=np.int32), mask, "toy", 1)
     engine, buckets = make_engine(make_step(TableTarget(seed), random_drafter(seed)), (16, 16))
-    evaluation = Evaluation([document], tuple(buckets))
+    evaluation = Evaluation([document], tuple(buckets), rows="packed")
     found = matches_of(engine, evaluation)[0]
     assert sorted(found) == [1, 2, 7, 8, 9]
     steps = walk(found, 1, 3) + walk(found, 7, 10)
@@ -145,7 +156,7 @@ def test_evaluation_gives_the_same_numbers_every_time_and_after_training_others(
     document = document_of(0, [1, 2], [random.randrange(MASK_ID) for _ in range(12)])
     step = make_step(target, drafter)
     engine, buckets = make_engine(step, (16, 4))
-    evaluation = Evaluation([document], tuple(buckets))
+    evaluation = Evaluation([document], tuple(buckets), rows="packed")
     first = evaluation.run(engine)
     assert evaluation.run(engine) == first
     engine.fill(buckets[0], evaluation.passes[0].arrays)
@@ -159,7 +170,7 @@ def test_a_held_out_document_longer_than_every_bucket_is_refused_by_name():
     long = document_of(7, [1], list(range(40)))
     _, buckets = make_engine(make_step(TableTarget(1), random_drafter(1)), (32, 8))
     with pytest.raises(ShapeError, match="32/8.*41 tokens.*documents 7"):
-        Evaluation([long], tuple(buckets))
+        Evaluation([long], tuple(buckets), rows="packed")
 
 
 def test_only_held_out_documents_that_fit_the_largest_bucket_are_evaluated():

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 
 from graphcap.data import features
 from graphcap.data.features import INDEX, FeatureStore, Kind, needed_bytes
-from graphcap.errors import ConfigError, DataError
+from graphcap.errors import ConfigError, DataError, closing
 from graphcap.ops.features import FeatureFolder
 from tests.toys import fresh_seed
 
@@ -83,7 +83,7 @@ def test_every_document_comes_back_bit_for_bit_and_safetensors_reads_the_shards(
     assert damaged(store, documents) == {} and len(store.shards) > 3
     assert (store.num_documents, store.num_tokens) == (30, sum(len(one[2]) for one in documents))
     assert all(store.has(*one[:3]) for one in documents) and not store.has(999, False, documents[0][2])
-    store.check()
+    features.check_store(tmp_path)
     if dtype == "float32":  # safetensors' numpy has no bfloat16
         shards = [load_file(tmp_path / shard.name) for shard in store.shards]
         assert [int(number) for shard in shards for number in shard["document_id"]] == [one[0] for one in documents]
@@ -120,9 +120,9 @@ def test_a_flipped_bit_is_found_wherever_it_is_and_the_document_and_shard_are_na
             name = features.document_name(number, held_out)
             assert len(damaged(store, documents)) == 1 and shard.name in message and f"document {name}:" in message
             with pytest.raises(DataError, match=rf"{shard.name} \({name}\)"):
-                store.check()
+                features.check_store(folder)
         path.write_bytes(before)
-        FeatureStore(folder).check()
+        features.check_store(folder)
 
 
 def test_a_truncated_and_a_missing_shard_are_named_and_only_their_documents_are_written_again(stored):
@@ -142,6 +142,25 @@ def test_a_truncated_and_a_missing_shard_are_named_and_only_their_documents_are_
     store = FeatureStore(folder)
     assert damaged(store, documents) == {} and store.num_documents == 30
     assert {shard.name for shard in store.shards} >= {shard.name for shard in shards} - {cut.name, gone.name}
+
+
+def test_a_check_names_every_shard_that_is_missing_cut_off_or_changed(stored):
+    folder, documents, rng = stored
+    kind, shards = features.read_index(folder)
+    gone, cut, flipped, columns = rng.sample(shards, 4)
+    (folder / gone.name).unlink()
+    os.truncate(folder / cut.name, cut.bytes - 1)
+    for shard, place in ((flipped, features.HEADER_BYTES), (columns, columns.bytes - 1)):
+        data = bytearray((folder / shard.name).read_bytes())
+        data[place] ^= 1
+        (folder / shard.name).write_bytes(data)
+    with pytest.raises(DataError) as raised:
+        features.check_store(folder)
+    message = str(raised.value)
+    assert f"{gone.name} (no such file, of {gone.first} … {gone.last})" in message
+    assert f"{cut.name} ({cut.bytes - 1:,} of {cut.bytes:,} bytes, of {cut.first}" in message
+    assert f"{flipped.name} ({flipped.first})" in message and f"{columns.name} (its columns, of {columns.first}" in message
+    assert message.count("shard-") == 4, message
 
 
 def test_a_shard_that_is_cut_off_or_goes_while_it_is_read_is_named(stored):
@@ -251,10 +270,45 @@ def test_killed_at_every_call_that_changes_the_disk_whole_shards_stay_and_the_ne
             assert damaged(store, documents[: store.num_documents]) == {}
         write(folder, kind, documents)
         store = FeatureStore(folder)
-        store.check()
+        features.check_store(folder)
         assert damaged(store, documents) == {}
         assert {path.name for path in folder.iterdir()} == {".lock", INDEX, *(shard.name for shard in store.shards)}
     assert seen == sorted(seen) and len(set(seen)) >= 4, seen
+
+
+def test_interrupted_after_every_call_that_changes_the_disk_close_keeps_what_was_added(tmp_path, monkeypatch):
+    kind, left, added = kind_of("bfloat16"), 0, 0
+    documents = random_documents(kind, random.Random(fresh_seed()), 9)
+
+    def interrupted(call):
+        def then(*arguments, **keywords):
+            nonlocal left
+            result, left = call(*arguments, **keywords), left - 1
+            if left == 0:
+                raise KeyboardInterrupt
+            return result
+
+        return then
+
+    for name in ("pwrite", "fsync", "rename", "replace"):
+        monkeypatch.setattr(os, name, interrupted(getattr(os, name)))
+    for at in range(1, 200):
+        folder = FeatureFolder(tmp_path / str(at))
+        writer, added, whole = folder.writer(kind, shard_bytes=400), 0, False
+        left = at
+        try:
+            with closing(folder), closing(writer):
+                for added, one in enumerate(documents):  # noqa: B007 - as many as were added whole
+                    writer.add(*one)
+                added, whole, left = len(documents), left > 0, 0  # what interrupts `close` itself is not caught
+        except KeyboardInterrupt as error:
+            assert not hasattr(error, "__notes__"), error.__notes__
+        features.check_store(folder.folder)
+        store = FeatureStore(folder.folder)
+        assert damaged(store, documents[:added]) == {} and store.num_documents in (added, added + 1)
+        if whole:
+            break
+    assert 20 < at < 199 and added == 9
 
 
 def test_what_was_added_before_an_error_is_kept_by_close(tmp_path):
@@ -268,5 +322,5 @@ def test_what_was_added_before_an_error_is_kept_by_close(tmp_path):
     writer.close()
     folder.close()
     store = FeatureStore(tmp_path / "store")
-    store.check()
+    features.check_store(tmp_path / "store")
     assert store.num_documents == 4 and damaged(store, documents[:4]) == {}

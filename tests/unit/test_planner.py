@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from graphcap.data import search
-from graphcap.data.costs import ASSUMED
+from graphcap.data.costs import ASSUMED, Costs
 from graphcap.data.forecast import forecast, imbalance
 from graphcap.data.packing import PACKING_VERSION, Schedule, num_anchors_of
 from graphcap.data.planner import Bucket, Shapes, fingerprint, lengthened, plan
@@ -148,6 +148,10 @@ def test_one_document_a_row_has_the_lengths_that_cost_least_and_no_others_do():
             assert total == brute_force(lengths, anchor_counts, k), f"seed {seed}"
             assert len(lasts) == k and lasts == sorted(set(lasts)), f"seed {seed}"
             worse += k > 1 and total != brute_force(lengths, anchor_counts, k - 1)  # must fail: one length fewer
+        dear = dataclasses.replace(posed, costs=Costs(**{name: value << 16 for name, value in FREE.to_json().items()}))
+        for k, (total, lasts) in enumerate(search.fewest_padded(ends * 128, counts << 20, most, dear), 1):
+            assert abs(total - (brute_force(lengths, anchor_counts, k) << 36)) < total >> 20, f"seed {seed}"  # beyond 2^63
+            assert len(lasts) == k and lasts == sorted(set(lasts)), f"seed {seed}"
         buckets = planned(lengths, anchor_counts, rows="single", max_buckets=count).buckets
         assert buckets[0] == largest and len(buckets) <= count, f"seed {seed}"
         assert epoch_ps(planned(lengths, anchor_counts, rows="single", max_buckets=count), lengths, anchor_counts) <= (
@@ -208,6 +212,8 @@ def test_file_reads_back_equal_and_stays_small(tmp_path):
         lambda fields: fields.update(packing_version=PACKING_VERSION - 1),
         lambda fields: fields.update(costs={}),
         lambda fields: fields["costs"].update(token_ps=0),
+        lambda fields: fields["costs"].update(token_ps=2**61),
+        lambda fields: fields["costs"].update(pair_ps=2**40),
         lambda fields: fields["costs"].update(pair_ps=0.5),
     ],
 )

@@ -7,7 +7,12 @@ import time
 import numpy as np
 import pytest
 
-from graphcap.data.prefetch import Prefetch
+from graphcap.data.documents import Document
+from graphcap.data.features import FeatureStore, Kind
+from graphcap.data.packing import Row
+from graphcap.data.planner import Bucket
+from graphcap.data.prefetch import Prefetch, RowReader
+from graphcap.ops.features import FeatureFolder
 from tests.toys import fresh_seed
 
 
@@ -41,6 +46,40 @@ def test_no_more_jobs_are_taken_than_there_is_room_for():
     for count in range(1, 20):
         assert next(rows) == count and len(taken) <= count + 2
     rows.close()
+
+
+class Counted(dict):
+    """Documents that count how often each is read."""
+
+    def __init__(self, documents: dict[int, Document]) -> None:
+        super().__init__(documents)
+        self.reads: list[int] = []
+
+    def __getitem__(self, number: int) -> Document:
+        self.reads.append(number)
+        return super().__getitem__(number)
+
+
+def test_every_document_of_a_row_is_read_once_and_has_its_features(tmp_path):
+    draw = np.random.default_rng(fresh_seed())
+    documents, values, folder = {}, {}, FeatureFolder(tmp_path / "store")
+    writer = folder.writer(Kind({"name": "toy", "commit": "", "fingerprint": ""}, (1,), 3, "float32"), shard_bytes=100)
+    for number in range(12):
+        token_ids = draw.integers(0, 100, draw.integers(1, 9)).astype(np.int32)
+        documents[number] = Document(number, token_ids, np.ones(len(token_ids), bool), "toy", number)
+        values[number] = draw.random((len(token_ids), 3), np.float32)
+        writer.add(number, False, token_ids, values[number])
+    writer.close()
+    folder.close()
+    counted = Counted(documents)
+    reader = RowReader(counted, FeatureStore(tmp_path / "store"), seed=0, density=0.2, num_threads=1)
+    order = draw.permutation(12).tolist()
+    jobs = [(0, Row(Bucket(128, 128), tuple(order[first : first + 3]))) for first in (0, 3, 6, 9)]
+    rows = reader.rows(jobs)
+    for (_, row), arrays in zip(jobs, rows, strict=True):
+        assert (arrays["features"] == np.concatenate([values[number] for number in row.document_ids])).all()
+    rows.close()
+    assert sorted(counted.reads) == list(range(12))
 
 
 class Broken(Exception):

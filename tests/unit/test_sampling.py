@@ -279,7 +279,7 @@ def test_the_walked_estimate_is_decodings_list_of_accepted_lengths_on_held_out_p
             decoded.append(decode_speculative(made.target, made.drafter, prompt, **limits))
             documents.append(document_of(len(documents), prompt, reply))
     engine, buckets = make_engine(make_step(made.target, made.drafter), (512, 256))
-    evaluation = Evaluation(documents, tuple(buckets))
+    evaluation = Evaluation(documents, tuple(buckets), rows="packed")
     found = matches_of(engine, evaluation)
     steps = []
     for document, spoken in zip(documents, decoded, strict=True):
