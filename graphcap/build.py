@@ -1,19 +1,18 @@
 """What a training run is made of: target, data, plan, drafter, engine, each loaded or made and said in one line.
 
 Nothing is written before all of it stands, so that a recipe that cannot run leaves nothing behind.
-Calls: train.py, extract.py.
+Called by train.py, extract.py, shapes.py and preview.py.
 """
 
 import dataclasses
 import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from graphcap.config import Recipe
-from graphcap.data.documents import Document, DocumentList
+from graphcap.data.documents import DocumentList, DocumentsById
 from graphcap.data.features import FeatureStore
 from graphcap.data.packing import Schedule
 from graphcap.data.planner import Shapes
@@ -58,7 +57,7 @@ class TrainingRun:
     tokenizer: object
     target: Target | TargetEnds
     drafter: Drafter
-    documents: Mapping[int, Document]
+    documents: DocumentsById
     held_out: DocumentList
     prompts: list[list[int]]  # of held-out conversations, to decode at the end
     evaluation: Evaluation

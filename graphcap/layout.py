@@ -7,7 +7,6 @@ Called by build.py, extract.py and shapes.py.
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import torch
 from graphcap.config import Recipe
 from graphcap.data.conversations import Documents, load_documents
 from graphcap.data.costs import Costs, Sizes
-from graphcap.data.documents import Document, DocumentList
+from graphcap.data.documents import DocumentList, DocumentsById
 from graphcap.data.packing import Schedule
 from graphcap.data.planner import Shapes, lengthened, plan
 from graphcap.data.prompts import load_prompts
@@ -35,7 +34,7 @@ MOST_TEXT_WORKERS = 16  # processes that tokenise; each takes about 120 MB
 class Layout:
     """The documents of a run, training's by id, and the rows that it makes of them."""
 
-    documents: Mapping[int, Document]
+    documents: DocumentsById
     held_out: DocumentList
     prompts: list[list[int]]  # of the held-out conversations
     evaluation: Evaluation

@@ -308,12 +308,12 @@ class Record:
         )
 
     def _counts(self, update: Update) -> dict[str, int]:
-        documents = [self.run.documents[number] for row in update.rows for number in row.document_ids]
+        num_tokens, num_supervised = self.run.documents.num_tokens([n for row in update.rows for n in row.document_ids])
         return {
             "rows": len(update.rows),
             "bucket": update.rows[-1].bucket.name,
-            "tokens": sum(len(document.token_ids) for document in documents),
-            "supervised_tokens": int(sum(document.loss_mask.sum() for document in documents)),
+            "tokens": num_tokens,
+            "supervised_tokens": num_supervised,
         }
 
 

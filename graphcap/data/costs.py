@@ -3,7 +3,7 @@
 A micro step's time is linear in the tokens and draft tokens of its bucket, and in the squares of its documents' lengths:
 attention sees one document at a time, and its kernels skip the tiles between documents, but padding is computed like any
 token. Times are whole picoseconds, rounded once, so plans and schedules made from them are equal on every machine.
-Measures nothing (`fit` takes what was measured). Called by search.py, planner.py, packing.py and build.
+Measures nothing (`fit` takes what was measured). Called by search.py, planner.py, packing.py, layout.py and shapes.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a plan is predicted to cost and how full its rows are, over one epoch of a schedule. Changes and stores nothing.
 
-Called by tools/bench_plan.py.
+Called by shapes.py and tools/bench_plan.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Lengths → shapes: the few fixed sizes that a run captures graphs for, and the JSON file that keeps them.
 
 `plan` poses the problem and says what the answer is predicted to cost; search.py solves it, rows.py packs. Called by
-train and shapes.
+layout.py and the tools that plan.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The rows of a schedule as arrays, made by threads a few rows ahead of the loop that takes them.
 
 Reading, checking and copying leave Python's lock, so they overlap with each other and with the replays. Memory is bounded:
-so many rows as threads, and one. Called by train.py, extract.py and tools/bench_features.py.
+so many rows as threads, and one. Called by build.py and the tools that measure loading.
 """
 
 import collections

@@ -3,7 +3,7 @@
 A model of transformers on the meta device has names and shapes and no memory; the two tensors are then read from the
 safetensors files by name. That is all that training from stored features needs, until it decodes at its end.
 
-Calls: offline.py, extract.py. Loading the whole target: model/loading.py.
+Called by build.py, extract.py, offline.py, eval.py and shapes.py. Loading the whole target: model/loading.py.
 """
 
 import json

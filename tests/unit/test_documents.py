@@ -84,6 +84,9 @@ def test_columns_answer_as_loops_over_documents_do(tmp_path, tokenizer):
         assert counts == [num_anchors_of(one.loss_mask, density=density) for one in whole], f"seed {seed}"
     by_id = loaded.documents.by_id()
     assert list(by_id) == loaded.documents.ids.tolist() and len(by_id) == len(whole)
+    some = draw.sample(whole, 20)
+    counts = sum(len(one.token_ids) for one in some), sum(int(one.loss_mask.sum()) for one in some)
+    assert by_id.num_tokens([one.id for one in some]) == counts
     assert all(by_id[one.id].token_ids.tobytes() == one.token_ids.tobytes() for one in draw.sample(whole, 20))
     missing = next(number for number in range(10_000) if number not in {one.id for one in whole})
     with pytest.raises(KeyError):
