@@ -182,7 +182,17 @@ def _spans_by_markers(
         add_generation_prompt=False,
         **tokenizer.special_tokens_map,
     )
-    assert rendered[0] == text, "transformers renders a chat differently with and without generation markers"
+    if rendered[0] != text:
+        at = len(os.path.commonprefix([text, rendered[0]]))
+        raise BadConversation(
+            REWRITTEN,
+            "chat template",
+            "with generation markers",
+            expected="the same text each time it writes a chat",
+            got=f"{rendered[0][at : at + 30]!r} in place of {text[at : at + 30]!r}",
+            cause="it writes a time, or something else that changes",
+            fix="use a template that does not",
+        )
     turns = [message for message in messages if message["role"] == "assistant"]
     if len(marked[0]) != len(turns):
         turns = [None] * len(marked[0])  # several markers a turn, or none: which is whose cannot be told
@@ -268,6 +278,8 @@ def _borders(tokenizer, text: str, ids: list[int], cuts: list[int]) -> dict[int,
             # Unless a space was put before `suffix` by the tokenizer, and this space in the text is ahead of the cut.
             if behind < len(ids) and len(tokenizer.decode(ids[:behind])) < len(tokenizer.decode(prefix)):
                 behind += 1
+            if len(tokenizer.decode(ids[:behind])) == len(tokenizer.decode(prefix)):
+                before = behind  # no token straddles the cut: the tokens before it are others than alone
         borders[cut] = (before, behind)
     return borders
 

@@ -270,3 +270,11 @@ def test_token_that_straddles_a_cut_behind_one_that_merges_otherwise():
     token_ids, mask = tokenize_conversation(tokenizer, chat)
     assert tokenizer.convert_ids_to_tokens(token_ids)[-5:] == [":", "▁go", "od", "\n", "\n"]
     assert mask.tolist() == [False] * (len(mask) - 3) + [True] * 3
+
+
+def test_a_marked_template_with_a_clock_is_refused_and_not_taken_for_our_fault():
+    marked = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    tokenizer = make_tokenizer(marked + "{{ strftime_now('%f') }}")
+    chat = [{"role": "user", "content": "two"}, {"role": "assistant", "content": "four"}]
+    with pytest.raises(BadConversation, match="the same text each time it writes a chat.*a time"):
+        tokenize_conversation(tokenizer, chat)
