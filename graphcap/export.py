@@ -158,7 +158,7 @@ def _check_numbers(folder: Path, drafter: Drafter) -> None:
         block = torch.randn(config.block_size, config.hidden_size, generator=generator)
         context = drafter.context(features, torch.arange(8))
         attend, position = DenseAttention(), 7 + torch.arange(config.block_size)
-        hidden = drafter(block, position, context, lambda q, k, v: attend(q, k, v, None, drafter.scale))
+        hidden = drafter(block, position, context, lambda q, *keys: attend(q, *keys, None, drafter.scale))
         wrong = [] if hidden.isfinite().all() else ["a forward on random features is not finite"]
     if wrong:
         raise CheckpointError(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from graphcap.errors import CaptureError
-from graphcap.model.attention import DenseAttention
+from graphcap.model.attention import DenseAttention, joined
 from graphcap.model.blocks import Blocks, Visibility
 from graphcap.model.drafter import Layer
 
@@ -92,7 +92,7 @@ def _reference(layer: Layer, x_QD, table_Q, context, visibility: Visibility, sam
         few = Visibility(visibility.low_R[block_R], visibility.high_R[block_R], group, visibility.num_context)
         mask = DenseAttention().mask(few, len(x))
         table_M = tuple(part[token_M].float() for part in table_Q)
-        out = exact(x, table_M, (k, v), lambda q, k, v, mask=mask: _dense(q, k, v, mask, scale))
+        out = exact(x, table_M, (k, v), lambda q, *keys, mask=mask: _dense(q, *keys, mask, scale))
         dx, part_k, part_v = torch.autograd.grad(out, (x, k, v), incoming)
         outputs.append(out.detach())
         gradients.append(dx)
@@ -100,8 +100,9 @@ def _reference(layer: Layer, x_QD, table_Q, context, visibility: Visibility, sam
     return torch.cat(outputs), torch.cat(gradients), dk, dv
 
 
-def _dense(q_HQC: Tensor, k_GSC: Tensor, v_GSC: Tensor, mask_QS: Tensor, scale: float) -> Tensor:
+def _dense(q_HQC: Tensor, context, blocks, mask_QS: Tensor, scale: float) -> Tensor:
     """Attention written out, so that no kernel of attention checks another."""
+    k_GSC, v_GSC = joined(context, blocks)
     repeat = q_HQC.shape[0] // k_GSC.shape[0]
     k_HSC, v_HSC = k_GSC.repeat_interleave(repeat, 0), v_GSC.repeat_interleave(repeat, 0)
     scores = (q_HQC @ k_HSC.transpose(1, 2) * scale).masked_fill(~mask_QS, float("-inf"))

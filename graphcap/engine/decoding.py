@@ -15,6 +15,7 @@ from einops import rearrange
 from torch import Tensor
 
 from graphcap.engine.capture import Capturer
+from graphcap.model.attention import joined
 from graphcap.model.decode import Verification, lead_of
 from graphcap.model.drafter import Drafter
 from graphcap.model.sampling import GREEDY, Sampling, choose, propose, uniforms, verify
@@ -161,7 +162,7 @@ class FixedSteps:
             self.target.embed(self.block_K),
             self.length + self.offset_K,
             self.context,
-            lambda q, k, v: masked_attention(q, k, v, mask_KS, self.drafter.scale),
+            lambda q, *keys: masked_attention(q, *joined(*keys), mask_KS, self.drafter.scale),
         )
         logits_JV = hidden_KD[1:] @ self.target.head_VD.T
         self.block_K[1:] = propose(logits_JV, self.sampling, self.uniform_2K[1:, :-1])[0]

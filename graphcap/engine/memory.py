@@ -56,9 +56,9 @@ class Sizes:
         features = 0 if self.stored else rows * len(c.target_layer_ids) * c.hidden_size
         context = rows * (2 * c.hidden_size + 2 * c.head_dim + 3 * c.num_layers * keys)
         blocks = draft * (2 * c.hidden_size + 2 * c.head_dim)  # embeddings, final norm, rotary table
-        layer = draft * (4 * (c.hidden_size + queries) + 3 * c.intermediate_size + keys) + 2 * (rows + draft) * keys
+        layer = draft * (4 * (c.hidden_size + queries) + 3 * c.intermediate_size + 3 * keys)
         predicted = draft // c.block_size * (c.block_size - 1)
-        loss = 2 * min(predicted, self.chunk_tokens) * c.vocab_size + 2 * predicted * c.hidden_size
+        loss = min(predicted, self.chunk_tokens) * c.vocab_size + 2 * predicted * c.hidden_size
         backward = draft * (2 * c.hidden_size + c.intermediate_size)
         if self.checkpointing:
             kept, loss = c.num_layers * draft * c.hidden_size, max(loss, layer + backward)

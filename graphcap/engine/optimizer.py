@@ -50,7 +50,7 @@ class FlatState:
         self.sums = torch.zeros(size + num_statistics, dtype=torch.float32, device=device)
         self.gradients, self.statistics = self.sums[:size], self.sums[size:]
         self.norms_P = torch.zeros(len(parameters), dtype=torch.float32, device=device)  # of the last update's summed gradients
-        self.parameters = parameters
+        self.parameters, self.places = parameters, [place.start for place in places]
         self.gradient_views = [self.gradients[p].view(parameter.shape) for p, parameter in zip(places, parameters, strict=True)]
         self.master_views = [self.master[p].view(parameter.shape) for p, parameter in zip(places, parameters, strict=True)]
         self._initial = [parameter.detach().to("cpu", torch.float32, copy=True) for parameter in parameters]
@@ -89,7 +89,12 @@ class FlatState:
     @torch.no_grad()
     def accumulate(self, gradients: tuple[Tensor, ...]) -> None:
         """Add one micro step's gradients, in the compute dtype, to the float32 sums. Capture: safe."""
-        torch._foreach_add_(self.gradient_views, list(gradients))
+        if self.sums.device.type == "cuda":
+            from graphcap.kernels import update
+
+            update.add_(self.gradients, gradients, self.places)
+        else:
+            torch._foreach_add_(self.gradient_views, list(gradients))
 
 
 def _places(sizes: list[int]) -> tuple[list[slice], int]:
@@ -130,32 +135,25 @@ def apply_update(state: FlatState, weight_sum: Tensor, hyper: Hyper) -> dict[str
     clip = (hyper.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
     rate = learning_rate(state.counter, hyper)
     _adamw(state, hyper, rate=rate, grad_scale=weight_sum / clip, found_inf=(empty | not_finite).float())
-    state.weights.copy_(state.master)
-    state.sums.zero_()
+    state.statistics.zero_()
     state.counter.add_(1)
     return {"grad_norm": norm, "learning_rate": rate, "empty": empty.float(), "skipped": (not_finite & ~empty).float()}
 
 
 def _adamw(state: FlatState, hyper: Hyper, *, rate: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
+    """AdamW on the mean's gradient, masters into weights, gradients to zero; on CUDA in one pass by our kernel."""
+    rates = {"beta1": hyper.beta1, "beta2": hyper.beta2, "eps": hyper.eps, "weight_decay": hyper.weight_decay}
+    scalars = {"grad_scale": grad_scale, "found_inf": found_inf}
+    if state.master.device.type == "cuda":
+        from graphcap.kernels import update
+
+        moments = state.exp_avg, state.exp_avg_sq
+        update.adamw_(state.master, *moments, state.gradients, state.weights, state.adam_step, rate=rate, **scalars, **rates)
+        return
     from torch.optim.adamw import adamw
 
-    adamw(
-        [state.master],
-        [state.gradients],
-        [state.exp_avg],
-        [state.exp_avg_sq],
-        [],
-        [state.adam_step],
-        foreach=False,
-        fused=True,
-        capturable=True,
-        amsgrad=False,
-        maximize=False,
-        lr=rate,
-        beta1=hyper.beta1,
-        beta2=hyper.beta2,
-        weight_decay=hyper.weight_decay,
-        eps=hyper.eps,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-    )
+    lists = [state.master], [state.gradients], [state.exp_avg], [state.exp_avg_sq], [], [state.adam_step]
+    how = {"foreach": False, "fused": True, "capturable": True, "amsgrad": False, "maximize": False}
+    adamw(*lists, **how, lr=rate, **scalars, **rates)
+    state.weights.copy_(state.master)
+    state.gradients.zero_()

@@ -20,8 +20,8 @@ class Visibility:
 
     Queries come in groups of `group` (a block of K draft tokens; 1 for the target's own row). Keys are the T context tokens
     and behind them, where there are any, the draft tokens in the order of the queries. Group r sees the context keys
-    `low_R[r] <= key < high_R[r]` and all draft keys of its own group. This one predicate serves flex attention, dense
-    attention and the analytic tiles.
+    `low_R[r] <= key < high_R[r]` and all draft keys of its own group. The kernels walk over these
+    intervals, and dense attention asks the predicate.
     """
 
     low_R: Tensor  # int64 [R]

@@ -135,20 +135,15 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps)
 
-    def keys_values(self, x_SD: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values [G, S, C] of context features or block states [S, D]."""
-        k_GSC = self._heads(self.k_proj(x_SD))
-        return rotate(self.k_norm(k_GSC), table), self._heads(self.v_proj(x_SD))
-
     def forward(self, x_QD: Tensor, table: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], attend) -> Tensor:
-        """attend(q_HQC, k_GSC, v_GSC) -> [H, Q, C] over the keys [context | block]."""
-        q_HQC = rotate(self.q_norm(self._heads(self.q_proj(x_QD))), table)
-        k_GQC, v_GQC = self.keys_values(x_QD, table)
-        k_GSC, v_GSC = torch.cat((context[0], k_GQC), dim=1), torch.cat((context[1], v_GQC), dim=1)
-        out_HQC = attend(q_HQC, k_GSC, v_GSC)
+        """attend(q_HQC, context, block) -> [H, Q, C]; context and block: keys and values [G, S, C] and [G, Q, C]."""
+        q_HQC = rotate(self.q_norm(self.heads(self.q_proj(x_QD))), table)
+        k_GQC = rotate(self.k_norm(self.heads(self.k_proj(x_QD))), table)
+        out_HQC = attend(q_HQC, context, (k_GQC, self.heads(self.v_proj(x_QD))))
         return self.o_proj(rearrange(out_HQC, "h q c -> q (h c)"))
 
-    def _heads(self, x: Tensor) -> Tensor:
+    def heads(self, x: Tensor) -> Tensor:
+        """[S, heads · C] as [heads, S, C]."""
         return rearrange(x, "s (h c) -> h s c", c=self.head_dim)
 
 
@@ -207,13 +202,19 @@ class Drafter(nn.Module):
         """Keys and values [G, S, C] of every layer for the features [S, L·D] of context tokens at `position_S`."""
         fused_SD = self.hidden_norm(self.fc(features_SF))
         table = self.table(position_S, fused_SD.dtype)
-        return [layer.self_attn.keys_values(fused_SD, table) for layer in self.layers]
+        attentions = [layer.self_attn for layer in self.layers]
+        weights = [projection.weight for one in attentions for projection in (one.k_proj, one.v_proj)]
+        keys_values = F.linear(fused_SD, torch.cat(weights)).chunk(2 * len(attentions), dim=1)  # one matmul for all layers
+        return [
+            (rotate(one.k_norm(one.heads(k)), table), one.heads(v))
+            for one, k, v in zip(attentions, keys_values[::2], keys_values[1::2])
+        ]
 
     def forward(self, embeddings_QD: Tensor, position_Q: Tensor, context: list[tuple[Tensor, Tensor]], attend) -> Tensor:
         """Final hidden states [Q, D] of block embeddings [Q, D].
 
         position_Q: int [Q], the document positions of the block's tokens. context: of every layer, from `context`.
-        attend(q_HQC, k_GSC, v_GSC) -> [H, Q, C]: attention over the keys [context | block]. Capture: safe.
+        attend(q_HQC, context, block) -> [H, Q, C]: attention over the keys and values of both. Capture: safe.
         """
         table = self.table(position_Q, embeddings_QD.dtype)
         x_QD = embeddings_QD

@@ -1,13 +1,11 @@
 """Head and loss in one: logits exist only for a chunk of draft tokens, and their gradient is made where they are.
 
-The forward computes, chunk by chunk, the logits, the loss, the gradient of the logits and the gradient of the hidden
+The forward computes, chunk by chunk, the logits, the loss, over the logits their gradient, and the gradient of the hidden
 states, so nothing of size tokens × vocabulary is kept and the head's matmul is never done twice. Slot 0 of a block is
 never sent here.
 
 Calls: engine/step.py.
 """
-
-import functools
 
 import torch
 from torch import Tensor
@@ -36,19 +34,17 @@ def chunk_loss(logits_MV: Tensor, label_M: Tensor, weight_M: Tensor) -> tuple[Te
     return loss_M, logits.argmax(dim=1) == label_M, gradient.to(logits_MV.dtype)
 
 
-@functools.cache
-def _chunk_loss_for(device_type: str):
-    """On CUDA compiled into few passes over the logits, once for chunks of any length; the same function elsewhere."""
-    if device_type != "cuda":
-        return chunk_loss
-    compiled = torch.compile(chunk_loss, fullgraph=True)
+def chunk_loss_(logits_MV: Tensor, label_M: Tensor, weight_M: Tensor, loss_M: Tensor, correct_M: Tensor) -> None:
+    """The same into loss_M and correct_M; the logits become their own gradient. On CUDA by our kernel."""
+    if logits_MV.device.type == "cuda":
+        from graphcap.kernels import loss
 
-    def of_chunk(logits_MV: Tensor, label_M: Tensor, weight_M: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        for tensor in (logits_MV, label_M, weight_M):
-            torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        return compiled(logits_MV, label_M, weight_M)
-
-    return of_chunk
+        loss.chunk_loss_(logits_MV, label_M, weight_M, loss_M, correct_M)
+        return
+    losses, correct, gradient = chunk_loss(logits_MV, label_M, weight_M)
+    loss_M.copy_(losses)
+    correct_M.copy_(correct)
+    logits_MV.copy_(gradient)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -58,13 +54,13 @@ class _HeadLoss(torch.autograd.Function):
         gradient_MD = torch.empty_like(hidden_MD) if needs_gradient else None
         loss_M = torch.empty_like(weight_M)
         correct_M = torch.empty_like(label_M, dtype=torch.bool)
-        of_chunk = _chunk_loss_for(hidden_MD.device.type)
+        logits_CV = hidden_MD.new_empty(min(chunk_tokens, hidden_MD.shape[0]), head_VD.shape[0])
         for first in range(0, hidden_MD.shape[0], chunk_tokens):
             part = slice(first, first + chunk_tokens)
-            loss_M[part], correct_M[part], gradient = of_chunk(hidden_MD[part] @ head_VD.T, label_M[part], weight_M[part])
+            logits_MV = torch.mm(hidden_MD[part], head_VD.T, out=logits_CV[: hidden_MD[part].shape[0]])
+            chunk_loss_(logits_MV, label_M[part], weight_M[part], loss_M[part], correct_M[part])
             if needs_gradient:
-                torch.mm(gradient, head_VD, out=gradient_MD[part])
-            del gradient  # before the next chunk's logits: two tensors of their size are enough
+                torch.mm(logits_MV, head_VD, out=gradient_MD[part])
         ctx.save_for_backward(*([gradient_MD] if needs_gradient else []))
         ctx.mark_non_differentiable(correct_M)
         return loss_M.sum(), correct_M

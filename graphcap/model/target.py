@@ -64,7 +64,7 @@ class RowAttention:
         if window not in self.masks:
             visibility = row_visibility(self.position_T, window=window)
             self.masks[window] = self.attention.mask(visibility, self.position_T.numel())
-        return self.attention(q_HTC, k_GTC, v_GTC, self.masks[window], scale)
+        return self.attention(q_HTC, (k_GTC, v_GTC), None, self.masks[window], scale)
 
 
 class KeyValueCache:

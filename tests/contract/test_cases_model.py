@@ -52,7 +52,7 @@ class Forward:
             self.target.embed(self.blocks.token_ids_Q),
             self.blocks.position_Q,
             self.drafter.context(features, self.tensors[1]),
-            lambda q, k, v: DenseAttention()(q, k, v, mask, self.drafter.scale),
+            lambda q, *keys: DenseAttention()(q, *keys, mask, self.drafter.scale),
         )
         return hidden.unflatten(0, (-1, self.drafter.config.block_size))
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from graphcap.model.attention import joined
 from graphcap.model.decode import (
     DrafterCache,
     cut,
@@ -183,7 +184,7 @@ def test_a_draft_is_what_the_training_forward_would_predict_at_this_anchor():
             embeddings,
             torch.arange(14, 14 + BLOCK),
             drafter.context(features[:14], torch.arange(14)),
-            lambda q, k, v: naive_everything(q, k, v, drafter.scale),
+            lambda q, *keys: naive_everything(q, *joined(*keys), drafter.scale),
         )
     assert ours.tolist() == (hidden[1:] @ target.head_VD.T).argmax(-1).tolist()
 

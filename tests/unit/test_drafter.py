@@ -74,7 +74,7 @@ def run_both(drafter: Drafter, block_size: int, seed: int, change=lambda inputs:
     mask = DenseAttention().mask(blocks.visibility, NUM_ANCHORS * block_size)
     with torch.no_grad():
         context = drafter.context(features, position)
-        ours = drafter(embeddings, blocks.position_Q, context, lambda q, k, v: DenseAttention()(q, k, v, mask, drafter.scale))
+        ours = drafter(embeddings, blocks.position_Q, context, lambda q, *keys: DenseAttention()(q, *keys, mask, drafter.scale))
     weights = {name: tensor.detach().double().clone() for name, tensor in drafter.state_dict().items()}
     inputs = {
         "features_SF": features,
@@ -136,7 +136,7 @@ def test_keys_and_queries_meet_by_their_distance_only():
         seen = []
         table = drafter.table(torch.tensor([3, 7]) + offset, torch.float64)
         empty = torch.empty(2, 0, 8, dtype=torch.float64)
-        attention(states, table, (empty, empty), lambda q, k, v: seen.append(q[::2] @ k.transpose(1, 2)) or q)
+        attention(states, table, (empty, empty), lambda q, context, block: seen.append(q[::2] @ block[0].transpose(1, 2)) or q)
         return seen[0]
 
     torch.testing.assert_close(scores(0), scores(50), rtol=1e-4, atol=1e-4)

@@ -21,6 +21,7 @@ LAYERS = (
     ("", "errors"),
     ("config", "versions"),
     ("data",),
+    ("kernels",),
     ("model",),
     ("engine",),
     ("ops",),

@@ -1,0 +1,56 @@
+"""Tile sizes of the kernels, by chip and head size. Without an entry the small ones serve, which fit every chip since 8.0.
+
+Called by kernels/attention.py and tools/kernel_targets.py. Loads no triton.
+"""
+
+import functools
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """queries, keys: rows of a tile. warps, stages: of a program, as Triton means them."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+SMALL = {  # fit 99 KB of shared memory
+    ("forward", 64): Tiles(64, 64, 4, 2),
+    ("forward", 128): Tiles(64, 32, 4, 2),
+    ("forward", 256): Tiles(64, 32, 8, 1),
+    ("dq", 64): Tiles(64, 32, 4, 2),
+    ("dq", 128): Tiles(64, 32, 4, 1),
+    ("dq", 256): Tiles(32, 32, 8, 1),
+    ("dkv", 64): Tiles(32, 64, 4, 2),
+    ("dkv", 128): Tiles(32, 64, 4, 1),
+    ("dkv", 256): Tiles(32, 32, 8, 1),
+}
+LARGE = {  # 9.0 and 10.0, 227 KB; measured on 9.0
+    ("forward", 64): Tiles(64, 64, 4, 3),
+    ("forward", 128): Tiles(64, 64, 4, 3),
+    ("dq", 64): Tiles(64, 64, 4, 2),
+    ("dq", 128): Tiles(64, 64, 4, 2),
+    ("dkv", 64): Tiles(64, 64, 4, 1),
+    ("dkv", 128): Tiles(64, 64, 4, 1),
+}
+FLOAT32 = Tiles(32, 32, 4, 1)
+
+
+def options(kernel: str, capability: tuple[int, int], head_dim: int, itemsize: int) -> Tiles:
+    """Tiles of a kernel: "forward", "dq" or "dkv". head_dim: a power of two. itemsize: bytes of a number."""
+    if itemsize > 2:
+        return FLOAT32
+    size = max(64, head_dim)
+    large = LARGE if capability in ((9, 0), (10, 0)) else {}
+    return large.get((kernel, size)) or SMALL[kernel, size]
+
+
+@functools.cache
+def capability(device) -> tuple[int, int]:
+    """The chip's. A device that is no GPU, where triton's interpreter runs, has the smallest tiles."""
+    import torch
+
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)

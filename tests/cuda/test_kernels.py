@@ -1,0 +1,174 @@
+"""Our kernels against plain references: attention in float64, the loss, the sums and AdamW as torch has them."""
+
+import random
+
+import pytest
+import torch
+
+from graphcap.kernels import update
+from graphcap.model import loss
+from graphcap.model.attention import TILE, DenseAttention, attention_for, joined
+from graphcap.model.blocks import Visibility, decay, make_blocks, row_visibility
+from tests.toys import MASK_ID, fresh_seed, padded, random_row
+
+pytestmark = pytest.mark.cuda
+
+BOUND = 2**-7  # largest difference ÷ largest value of the reference
+LENGTH, HEADS = 512, 4
+SLOTS = {4: 64, 7: 128, 8: 64, 10: 64, 16: 40}  # anchor slots that make whole tiles
+
+
+@pytest.fixture(scope="module")
+def device() -> torch.device:
+    return torch.device("cuda")
+
+
+def random_blocks(block_size: int, rng: random.Random, device: torch.device) -> tuple[Visibility, torch.Tensor]:
+    """Three documents and padding; anchors at 0, around multiples of 128, at the last place, and dropped in between.
+
+    Returns the visibility and which queries belong to a used slot, bool [N·K].
+    """
+    row = random_row([130, 201, 160], rng)
+    tensors = padded(row, LENGTH, LENGTH)
+    num_slots = SLOTS[block_size]
+    special = {0, TILE - 1, TILE, TILE + 1, 2 * TILE, 3 * TILE, LENGTH - 1}
+    anchors = sorted(special | set(rng.sample(range(LENGTH), num_slots // 2 - len(special))))
+    slots = anchors + [-1] * (num_slots - len(anchors))
+    rng.shuffle(slots)
+    blocks = make_blocks(*tensors[:3], torch.tensor(slots), decay_J=torch.tensor(decay(block_size, 4.0)), mask_token_id=MASK_ID)
+    seen = blocks.visibility
+    visibility = Visibility(seen.low_R.to(device), seen.high_R.to(device), group=block_size, num_context=LENGTH)
+    return visibility, blocks.keep_N.repeat_interleave(block_size).to(device)
+
+
+def reference(q, k, v, visible, scale):
+    """Dense softmax attention in float64; keys and values repeated for their heads."""
+    repeat = q.shape[0] // k.shape[0]
+    score = torch.einsum("hqc,hkc->hqk", q, k.repeat_interleave(repeat, 0)) * scale
+    share = score.masked_fill(~visible, float("-inf")).softmax(-1)
+    return torch.einsum("hqk,hkc->hqc", share, v.repeat_interleave(repeat, 0))
+
+
+def assert_near(name: str, ours: torch.Tensor, expected: torch.Tensor) -> None:
+    assert torch.isfinite(ours).all(), f"{name} is not finite"
+    error = ((ours.double() - expected).abs().max() / expected.abs().max()).item()
+    assert error <= BOUND, f"{name}: {error:.2e} of the largest value"
+
+
+def compare(visibility: Visibility, used: torch.Tensor, head_dim: int, groups: int, *, hurt=None) -> None:
+    """Output and gradients of a loss on the used queries only. hurt: a change of the reference's mask."""
+    device, num_queries = used.device, used.numel()
+    rows = [visibility.num_context] * 2 + [num_queries] * (2 if visibility.group > 1 else 0)
+    shapes = [(num_queries, HEADS), *((number, groups) for number in rows)]
+    inputs = [  # [heads, rows, C], laid out as a projection leaves them
+        torch.randn(*shape, head_dim, device=device, dtype=torch.bfloat16).transpose(0, 1).requires_grad_(visibility.group > 1)
+        for shape in shapes
+    ]
+    upstream = torch.randn(HEADS, num_queries, head_dim, device=device).bfloat16() * used[None, :, None]
+    scale = head_dim**-0.5
+    attention = attention_for(device)
+    mask = attention.mask(visibility, num_queries)
+    ours = attention(inputs[0], tuple(inputs[1:3]), tuple(inputs[3:]) or None, mask, scale)
+
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    visible = DenseAttention().mask(visibility, num_queries)
+    if hurt is not None:
+        hurt(visible)
+    keys = joined(exact[1:3], exact[3:]) if visibility.group > 1 else exact[1:]
+    expected = reference(exact[0], *keys, visible, scale)
+    assert_near("output", ours.detach()[:, used], expected.detach()[:, used])
+    if visibility.group == 1:
+        return
+    gradients = torch.autograd.grad(ours, inputs, upstream)
+    for number, (left, right) in enumerate(
+        zip(gradients, torch.autograd.grad(expected, exact, upstream.double()), strict=True)
+    ):
+        assert_near(f"gradient {number}", left, right)
+    again = attention(inputs[0], tuple(inputs[1:3]), tuple(inputs[3:]), mask, scale)
+    repeated = torch.autograd.grad(again, inputs, upstream)
+    assert torch.equal(again, ours) and all(map(torch.equal, gradients, repeated)), "two runs differ"
+
+
+@pytest.mark.parametrize(
+    ("block_size", "head_dim", "groups"),  # as many key heads as query heads, or one for four
+    [(16, 16, 1), (16, 64, 4), (16, 64, 1), (16, 80, 1), (16, 128, 4), (16, 128, 1), (16, 256, 1)]
+    + [(4, 64, 1), (7, 64, 1), (8, 64, 1), (10, 64, 1)],
+)
+def test_attention_of_blocks_is_dense_float64_attention(device, block_size, head_dim, groups):
+    visibility, used = random_blocks(block_size, random.Random(fresh_seed()), device)
+    compare(visibility, used, head_dim, groups)
+
+
+@pytest.mark.parametrize("groups", [HEADS, 1])
+@pytest.mark.parametrize("window", [None, 100])
+def test_attention_of_the_targets_row_is_dense_float64_attention(device, window, groups):
+    row = random_row([130, 201, 160], random.Random(fresh_seed()))
+    position = padded(row, LENGTH, LENGTH)[1].to(device)
+    compare(row_visibility(position, window=window), torch.ones(LENGTH, dtype=torch.bool, device=device), 64, groups)
+
+
+def test_the_comparison_notices_one_context_tile_that_a_block_does_not_see(device):
+    """Must fail: the reference hides the last 32 context keys before the anchor of a block that sees many."""
+    visibility, used = random_blocks(8, random.Random(fresh_seed()), device)
+    block = int((visibility.high_R - visibility.low_R).argmax())
+    high = int(visibility.high_R[block])
+
+    def hurt(visible: torch.Tensor) -> None:
+        visible[8 * block : 8 * block + 8, high - 32 : high] = False
+
+    with pytest.raises(AssertionError, match="output|gradient"):
+        compare(visibility, used, 64, HEADS, hurt=hurt)
+
+
+@pytest.mark.parametrize("vocabulary", [501, 49152, 151936])
+def test_the_loss_of_a_chunk_is_the_plain_one_and_its_gradient_lies_over_the_logits(device, vocabulary):
+    fresh_seed()
+    logits_MV = (torch.randn(64, vocabulary, device=device) * 3).bfloat16()  # ties among the largest
+    label_M, weight_M = torch.randint(0, vocabulary, (64,), device=device), torch.rand(64, device=device)
+    label_M[:32] = logits_MV[:32].argmax(1)
+    logits_MV[16:32, -1] = logits_MV[16:32].amax(1)  # a later one as large: the first is the prediction
+    label_M[24:32] = vocabulary - 1
+    losses, correct, gradient = loss.chunk_loss(logits_MV.double(), label_M, weight_M)
+    loss_M, correct_M = torch.empty_like(weight_M), torch.empty_like(label_M, dtype=torch.bool)
+    loss.chunk_loss_(logits_MV, label_M, weight_M, loss_M, correct_M)
+    torch.testing.assert_close(loss_M.double(), losses.double(), rtol=1e-5, atol=1e-5)
+    assert torch.equal(correct_M, correct) and correct[:24].all() and not correct.all()
+    torch.testing.assert_close(logits_MV.double(), gradient.double(), rtol=2**-8, atol=1e-6)
+
+
+def test_gradients_of_any_sizes_are_added_at_their_places(device):
+    fresh_seed()
+    sizes = [3, 5000, 64, 1, 40000, 33] * 5
+    places = [sum((size + 31) // 32 * 32 for size in sizes[:number]) for number in range(len(sizes))]
+    sums = torch.randn(places[-1] + 64, device=device)
+    gradients = tuple(torch.randn(size, device=device).bfloat16() for size in sizes)
+    expected = sums.clone()
+    for place, gradient in zip(places, gradients):
+        expected[place : place + gradient.numel()] += gradient.float()
+    update.add_(sums, gradients, places)
+    assert torch.equal(sums, expected)
+
+
+def test_an_update_is_torchs_adamw_and_a_skipped_one_changes_only_the_gradients(device):
+    fresh_seed()
+    rates = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
+    master, moments = torch.randn(5003, device=device), [torch.zeros(5003, device=device) for _ in range(2)]
+    step, weights = torch.zeros((), device=device), torch.zeros(5003, device=device, dtype=torch.bfloat16)
+    parameter = torch.nn.Parameter(master.double())
+    optimizer = torch.optim.AdamW([parameter], betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+    for number in range(20):
+        gradients, rate, skipped = torch.randn(5003, device=device) * 7, 1e-2 / (number + 1), number % 5 == 3
+        parameter.grad, optimizer.param_groups[0]["lr"] = gradients.double() / 7, rate
+        before = [tensor.clone() for tensor in (master, *moments, step)]
+        if skipped:
+            gradients[17] = float("nan")
+        else:
+            optimizer.step()
+        scalars = {"rate": rate, "grad_scale": 7.0, "found_inf": float(skipped)}
+        tensors = {name: torch.tensor(value, device=device) for name, value in scalars.items()}
+        update.adamw_(master, *moments, gradients, weights, step, **tensors, **rates)
+        assert not gradients.any()
+        if skipped:
+            assert all(map(torch.equal, before, (master, *moments, step)))
+        torch.testing.assert_close(master.double(), parameter.detach(), rtol=1e-5, atol=1e-6)
+        assert torch.equal(weights, master.bfloat16())

@@ -1,0 +1,161 @@
+"""Our kernels in triton's interpreter, on a CPU in float32, against plain torch. On a GPU: tests/cuda/test_kernels.py."""
+
+import math
+import os
+import random
+
+import pytest
+import torch
+
+if torch.cuda.is_available():
+    pytest.skip("kernels are compiled here, not interpreted: see tests/cuda/test_kernels.py", allow_module_level=True)
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("tests/conftest.py sets TRITON_INTERPRET=1; this process does not have it", allow_module_level=True)
+pytest.importorskip("triton", reason="triton, of graphcap's test extra, is not installed")
+
+from graphcap.kernels import attention, loss, options, update  # noqa: E402 - after the checks
+from graphcap.model.attention import DenseAttention, IntervalAttention  # noqa: E402
+from graphcap.model.blocks import Visibility, row_visibility  # noqa: E402
+from graphcap.model.loss import chunk_loss  # noqa: E402
+from tests.toys import fresh_seed, relative  # noqa: E402
+
+HEADS, CHANNELS, SCALE = 2, 20, 0.3  # a head size that is no power of two
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """Several tiles in a short row, of keys and of queries, and one size for each."""
+    monkeypatch.setattr(
+        options, "options", lambda kernel, *chip: options.Tiles(*((32, 64) if kernel == "dq" else (64, 32)), 4, 1)
+    )
+
+
+def states(heads: int, rows: int) -> torch.Tensor:
+    return torch.randn(rows, heads, CHANNELS).transpose(0, 1).requires_grad_()
+
+
+def compare(visibility: Visibility, num_queries: int, key_heads: int, *, hurt=None) -> dict[str, float]:
+    """Relative differences of output and gradients from dense attention. hurt: a change of the dense mask."""
+    names = ("output", "queries", "keys", "values", "block keys", "block values")
+    q, context = states(HEADS, num_queries), [states(key_heads, visibility.num_context) for _ in range(2)]
+    blocks = [states(key_heads, num_queries) for _ in range(2)]
+    upstream = torch.randn(HEADS, num_queries, CHANNELS)
+    dense, ours = DenseAttention(), IntervalAttention()
+    visible = dense.mask(visibility, num_queries)
+    if hurt is not None:
+        hurt(visible)
+    found = []
+    for attend, mask in ((ours, ours.mask(visibility, num_queries)), (dense, visible)):
+        out = attend(q, context, blocks, mask, SCALE)
+        found.append((out.detach(), *torch.autograd.grad(out, (q, *context, *blocks), upstream)))
+    return {name: relative(left - right, right) for name, left, right in zip(names, *found)}
+
+
+def intervals(num_blocks: int, num_context: int, rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks over two documents and some over others in between; one in eight sees nothing. In no order."""
+    high = [rng.randrange(1, num_context + 1) for _ in range(num_blocks)]
+    low = [min(one - 1, rng.choice((0, 0, 0, num_context // 2, max(0, one - 40)))) for one in high]
+    none = [rng.random() < 0.125 for _ in high]
+    return tuple(torch.tensor([0 if hide else one for one, hide in zip(edges, none)]) for edges in (low, high))
+
+
+@pytest.mark.parametrize(("block_size", "key_heads", "ordered"), [(16, 2, True), (10, 1, True), (16, 2, False)])
+def test_attention_and_its_gradients_are_dense_attentions(block_size, key_heads, ordered):
+    rng = random.Random(fresh_seed())
+    num_blocks = 128 // math.gcd(128, block_size)
+    low, high = intervals(num_blocks, 256, rng)
+    if ordered:  # as in training: blocks that see all of a tile of keys follow one another
+        order = (low + 1000 * high).argsort()
+        low, high = low[order], high[order]
+    visibility = Visibility(low, high, group=block_size, num_context=256)
+    num_queries = num_blocks * block_size
+    errors = compare(visibility, num_queries, key_heads)
+    assert max(errors.values()) < 1e-5, errors
+    block = int((high - low).argmax())
+
+    def hurt(visible):  # must fail: one key of one block, and one of its own
+        visible[block * block_size, [int(high[block]) - 1, 256 + block * block_size]] = False
+
+    errors = compare(visibility, num_queries, key_heads, hurt=hurt)
+    assert min(errors.values()) > 1e-5, errors
+
+
+def test_a_key_that_one_block_alone_sees_has_its_gradient():
+    low, high = torch.zeros(8, dtype=torch.int64), torch.zeros(8, dtype=torch.int64)
+    low[3], high[3] = 64, 65  # the first of a tile
+    errors = compare(Visibility(low, high, group=16, num_context=128), 128, 1)
+    assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_attention_of_a_targets_row_is_dense_attention(window):
+    fresh_seed()
+    position = torch.cat([torch.arange(n) for n in (70, 90, 60)] + [torch.zeros(36, dtype=torch.int64)])
+    visibility = row_visibility(position, window=window)
+    q, *context = (states(HEADS, 256).detach() for _ in range(3))
+    dense, ours = DenseAttention(), IntervalAttention()
+    expected = dense(q, context, None, dense.mask(visibility, 256), SCALE)
+    assert relative(ours(q, context, None, ours.mask(visibility, 256), SCALE) - expected, expected) < 1e-5
+    shifted = row_visibility((position - 1).clamp(min=0), window=window)  # must fail
+    assert relative(ours(q, context, None, ours.mask(shifted, 256), SCALE) - expected, expected) > 1e-3
+
+
+def test_a_row_that_is_not_whole_tiles_is_refused():
+    with pytest.raises(AssertionError, match="160"):
+        IntervalAttention().mask(row_visibility(torch.arange(160)), 160)
+
+
+def test_every_chip_has_tiles_for_every_kernel_and_head_size():
+    for capability in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (13, 7)):
+        for head_dim in (16, 32, 64, 128, 256):
+            for kernel in ("forward", "dq", "dkv"):
+                tiles = options.SMALL.get((kernel, max(64, head_dim)))
+                assert attention.LEAST <= tiles.queries <= 128 and 128 % tiles.keys == 0, (capability, kernel, head_dim)
+
+
+def test_the_loss_kernel_is_the_plain_loss():
+    fresh_seed()
+    logits_MV, weight_M = torch.randn(6, 5000) * 3, torch.rand(6)
+    label_M = torch.randint(0, 5000, (6,))
+    label_M[:4] = logits_MV[:4].argmax(1)
+    logits_MV[2, 4999] = logits_MV[2, label_M[2]]  # one as large behind it
+    label_M[3], logits_MV[3, 4999] = 4999, logits_MV[3, label_M[3]]  # and one before
+    losses, correct, gradient = chunk_loss(logits_MV, label_M, weight_M)
+    loss_M, correct_M = torch.empty(6), torch.empty(6, dtype=torch.bool)
+    loss.chunk_loss_(logits_MV, label_M, weight_M, loss_M, correct_M)
+    torch.testing.assert_close(loss_M, losses, rtol=1e-5, atol=1e-5)
+    assert torch.equal(correct_M, correct) and correct[:3].all() and not correct[3]
+    torch.testing.assert_close(logits_MV, gradient, rtol=1e-4, atol=1e-7)
+
+
+def test_gradients_are_added_at_their_places_however_many_and_large():
+    fresh_seed()
+    sizes = [5000, 33, 1, 2048, 64] * 4
+    places = [sum(math.ceil(size / 32) * 32 for size in sizes[:number]) for number in range(len(sizes))]
+    sums, gradients = torch.randn(places[-1] + 64), tuple(torch.randn(size) for size in sizes)
+    expected = sums.clone()
+    for place, gradient in zip(places, gradients):
+        expected[place : place + len(gradient)] += gradient
+    update.add_(sums, gradients, places)
+    assert torch.equal(sums, expected)
+
+
+def test_the_update_kernel_is_torchs_adamw():
+    fresh_seed()
+    rates = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
+    master, *moments = torch.randn(3000), torch.zeros(3000), torch.zeros(3000)
+    weights, step, parameter = torch.zeros(3000), torch.zeros(()), torch.nn.Parameter(master.double())
+    optimizer = torch.optim.AdamW([parameter], betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+    for number, skipped in enumerate((False, False, True, False)):
+        gradients, rate = torch.randn(3000) * 7 ** (number + 1), 1e-2 / (number + 1)
+        before = [tensor.clone() for tensor in (master, *moments, step)]
+        parameter.grad, optimizer.param_groups[0]["lr"] = gradients.double() / 7, rate
+        if skipped:
+            gradients[17] = math.nan
+        else:
+            optimizer.step()
+        scalars = {"rate": torch.tensor(rate), "grad_scale": torch.tensor(7.0), "found_inf": torch.tensor(float(skipped))}
+        update.adamw_(master, *moments, gradients, weights, step, **scalars, **rates)
+        assert not gradients.any() and torch.equal(weights, master)
+        assert all(map(torch.equal, before, (master, *moments, step))) is skipped
+        torch.testing.assert_close(master.double(), parameter.detach(), rtol=1e-5, atol=1e-6)
