@@ -8,6 +8,7 @@ Called by cli.py.
 
 import gc
 import json
+import math
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from graphcap.data.conversations import Documents
 from graphcap.data.costs import PS_PER_MS, PS_PER_S, Costs
 from graphcap.data.forecast import Forecast, forecast
 from graphcap.data.packing import Schedule, choose_anchors
-from graphcap.data.planner import Bucket, Shapes
+from graphcap.data.planner import TILE_TOKENS, Bucket, Shapes
 from graphcap.data.sample import PLAIN_MARKS, supervised_text
 from graphcap.engine import Engine
 from graphcap.engine.guard import start_compile_workers, torchs_cache_folder, use_deterministic_math
@@ -105,9 +106,9 @@ def measured_costs(recipe: Recipe, frame: Frame, largest: Bucket, *, device, dty
     times = TIMED_STEPS[device.type]
     found = samples(engine, times=times)
     update_ms = median_ms(engine.update, times, device)
-    costs = Costs.fit(
-        found, block_size=frame.config.block_size, update_ms=update_ms, bucket_s=engine.start_up.total_s / len(engine.slots)
-    )
+    start = engine.start_up
+    bucket_s = (start.total_s - max(start.warm_up_s.values(), default=0.0)) / len(engine.slots)  # one compiles for all of them
+    costs = Costs.fit(found, block_size=frame.config.block_size, update_ms=update_ms, bucket_s=bucket_s)
     engine.close()
     for length, num_anchors, pairs, ms in found:
         predicted = (costs.bucket(length, num_anchors, frame.config.block_size) + costs.pair_ps * pairs) / PS_PER_MS
@@ -118,9 +119,12 @@ def measured_costs(recipe: Recipe, frame: Frame, largest: Bucket, *, device, dty
 
 
 def trial_buckets(largest: Bucket, block_size: int) -> tuple[Bucket, ...]:
-    """Buckets that tell tokens, draft tokens and the constant apart: the largest, half its slots, half of both."""
-    half = Bucket(_half(largest.length, 128), _half(largest.num_anchors, 128 // np.gcd(128, block_size)))
-    found = {largest, replace(largest, num_anchors=half.num_anchors), half}
+    """Buckets that tell tokens, draft tokens and the constant apart: the largest, half its slots, and its halves to a tile."""
+    unit = TILE_TOKENS // math.gcd(TILE_TOKENS, block_size)
+    bucket, found = largest, {replace(largest, num_anchors=_half(largest.num_anchors, unit)), largest}
+    while bucket.length > TILE_TOKENS:
+        bucket = Bucket(_half(bucket.length, TILE_TOKENS), _half(bucket.num_anchors, unit))
+        found.add(bucket)
     return tuple(sorted(found, reverse=True))
 
 

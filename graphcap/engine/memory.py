@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 
 from graphcap.data.planner import TILE_TOKENS, Bucket
+from graphcap.engine.guard import CHECKSUM_BYTES
 from graphcap.errors import ConfigError
 from graphcap.model.drafter import DrafterConfig
 
@@ -43,7 +44,8 @@ class Sizes:
     def needed_bytes(self, *buckets: Bucket) -> int:
         """Memory of a run over these buckets, start-up included; CUDA's own context is not counted."""
         step = max(self.step_bytes(bucket) for bucket in buckets)  # graphs of all buckets share one pool
-        return self.held_bytes() + step + self._slot_bytes(buckets)
+        checksums = SEGMENT_BYTES + 2 * min(CHECKSUM_BYTES, 4 * self.num_parameters)  # of the audit: more than a small step
+        return self.held_bytes() + max(step, checksums) + self._slot_bytes(buckets)
 
     def held_bytes(self) -> int:
         """What stays from before the first step to the end, whatever the buckets."""
@@ -59,13 +61,12 @@ class Sizes:
         layer = draft * (4 * (c.hidden_size + queries) + 3 * c.intermediate_size + 3 * keys)
         predicted = draft // c.block_size * (c.block_size - 1)
         loss = min(predicted, self.chunk_tokens) * c.vocab_size + 2 * predicted * c.hidden_size
-        backward = draft * (2 * c.hidden_size + c.intermediate_size)
         if self.checkpointing:
-            kept, loss = c.num_layers * draft * c.hidden_size, max(loss, layer + backward)
+            kept, loss = c.num_layers * draft * c.hidden_size, max(loss, layer)
         else:
             kept = c.num_layers * layer
         forward_ends = context + blocks + kept + loss
-        backward_ends = context + blocks + layer + backward + self.num_parameters  # every gradient, in the compute dtype
+        backward_ends = context + blocks + layer + self.num_parameters  # every gradient, in the compute dtype
         numbers = features + max(self._target_numbers(rows), forward_ends, backward_ends)
         return SEGMENT_BYTES + math.ceil(ROUNDING * self.itemsize * numbers)
 

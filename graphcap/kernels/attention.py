@@ -265,11 +265,12 @@ def _dkv_over(
 def dkv_kernel(
     q, k, v, draft_k, draft_v, low, high, log_sum, delta, dout, dk, dv, draft_dk, draft_dv,
     q_row, q_head, k_row, k_head, v_row, v_head, draft_k_row, draft_k_head, draft_v_row, draft_v_head,
-    dout_row, dout_head, grad_row, grad_head, num_queries, num_groups, num_tiles, scale, natural_scale,
+    dout_row, dout_head, dk_row, dk_head, dv_row, dv_head, draft_dk_row, draft_dk_head, draft_dv_row, draft_dv_head,
+    num_queries, num_groups, num_tiles, scale, natural_scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, PAD: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv [S, G, C] of the context (the first num_tiles programs) and of the draft (the others)."""
-    tile, key_head = tl.program_id(0), tl.program_id(1)
+    """dk, dv of the context (the first num_tiles of every head: they take long, and begin first) and of the draft."""
+    key_head, tile = tl.program_id(0), tl.program_id(1)
     q += key_head * HEADS * q_head
     dout += key_head * HEADS * dout_head
     log_sum += key_head * HEADS * num_queries
@@ -298,7 +299,8 @@ def dkv_kernel(
             all_to, end, num_queries, scale, PARTLY, HEADS, GROUP, C, PAD, M, N,
         )  # fmt: skip
     else:
-        dk, dv = draft_dk, draft_dv
+        dk, dk_row, dk_head = draft_dk, draft_dk_row, draft_dk_head
+        dv, dv_row, dv_head = draft_dv, draft_dv_row, draft_dv_head
         tile -= num_tiles
         key_N = tile * N + tl.arange(0, N)
         first, last = _own(tile, num_queries, GROUP, N, M)
@@ -308,8 +310,8 @@ def dkv_kernel(
             dk_NC, dv_NC, k_NC, v_NC, key_N, q, q_row, q_head, dout, dout_row, dout_head, low, high, log_sum, delta,
             first, last, num_queries, scale, DRAFT, HEADS, GROUP, C, PAD, M, N,
         )  # fmt: skip
-    _put_rows(dk + key_head * grad_head, key_N, grad_row, dk_NC * natural_scale, C, PAD)
-    _put_rows(dv + key_head * grad_head, key_N, grad_row, dv_NC, C, PAD)
+    _put_rows(dk + key_head * dk_head, key_N, dk_row, dk_NC * natural_scale, C, PAD)
+    _put_rows(dv + key_head * dv_head, key_N, dv_row, dv_NC, C, PAD)
 
 
 @torch.library.custom_op("graphcap::attention", mutates_args=())
@@ -367,9 +369,10 @@ def _backward(
     tiles = tiles_for("dkv", q)
     _check(q, k, tiles)
     num_tiles = num_keys // tiles.keys
-    dkv_kernel[num_tiles + num_queries // tiles.keys, key_heads](
+    dkv_kernel[key_heads, num_tiles + num_queries // tiles.keys](
         q, k, v, draft_k, draft_v, low, high, log_sum, delta, dout, dk, dv, draft_dk, draft_dv,
-        *_strides(q, k, v, draft_k, draft_v, dout, dk), num_queries, low.numel(), num_tiles, scale * LOG2_E, scale,
+        *_strides(q, k, v, draft_k, draft_v, dout, dk, dv, draft_dk, draft_dv),
+        num_queries, low.numel(), num_tiles, scale * LOG2_E, scale,
         **sizes, M=tiles.queries, N=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return gradients
@@ -377,10 +380,7 @@ def _backward(
 
 @_backward.register_fake
 def _backward_shapes(q, k, v, draft_k, draft_v, *_) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    def like(x: Tensor) -> Tensor:
-        return x.new_empty(x.shape[1], x.shape[0], x.shape[2]).transpose(0, 1)
-
-    return like(q), like(k), like(v), like(draft_k), like(draft_v)
+    return tuple(torch.empty_like(x) for x in (q, k, v, draft_k, draft_v))  # laid out in memory as they are
 
 
 def _keep(ctx, inputs, output) -> None:

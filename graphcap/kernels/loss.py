@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-COLUMNS, WARPS = 4096, 8  # of a row at once
+COLUMNS, WARPS = 2048, 8  # of a row at once
+LOWEST = tl.constexpr(-1.0e30)  # below every logit
 
 
 @triton.jit
@@ -22,21 +23,28 @@ def loss_kernel(logits, label, weight, loss, correct, num_columns, row_stride, C
     target = tl.load(label + row).to(tl.int32)
     of_label = tl.load(logits + target).to(tl.float32)
     share = tl.load(weight + row)
-    most, total, beaten = -float("inf"), 0.0, 0
-    for start in tl.range(0, num_columns, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        x = tl.load(logits + column, mask=column < num_columns, other=-float("inf")).to(tl.float32)
-        larger = tl.maximum(most, tl.max(x, 0))
-        total = total * tl.exp(most - larger) + tl.sum(tl.exp(x - larger), 0)
-        most = larger
+    lane = tl.arange(0, COLUMNS)
+    most_C = tl.full([COLUMNS], LOWEST, tl.float32)
+    total_C = tl.zeros([COLUMNS], tl.float32)
+    beaten_C = tl.zeros([COLUMNS], tl.int32)
+    for start in tl.range(0, num_columns, COLUMNS):  # each lane has a softmax of its own, so that nothing waits inside
+        column = start + lane
+        x = tl.load(logits + column, mask=column < num_columns, other=LOWEST).to(tl.float32)
+        shrink = tl.exp(-tl.abs(x - most_C))
+        total_C = tl.where(x > most_C, total_C * shrink + 1.0, total_C + shrink)
+        most_C = tl.maximum(most_C, x)
         before = (x > of_label) | ((x == of_label) & (column < target))  # the first of equals is the prediction
-        beaten += tl.sum(before.to(tl.int32), 0)
+        beaten_C |= before.to(tl.int32)
+    most = tl.max(most_C, 0)
+    total = tl.sum(total_C * tl.exp(most_C - most), 0)
+    beaten = tl.sum(beaten_C, 0)
     log_sum = most + tl.log(total)
     tl.store(loss + row, (log_sum - of_label) * share)
     tl.store(correct + row, (beaten == 0).to(tl.int8))
-    for start in tl.range(0, num_columns, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        x = tl.load(logits + column, mask=column < num_columns, other=-float("inf")).to(tl.float32)
+    last = (num_columns - 1) // COLUMNS * COLUMNS
+    for back in tl.range(0, num_columns, COLUMNS):  # from the end on: what was read last is still in the cache
+        column = last - back + lane
+        x = tl.load(logits + column, mask=column < num_columns, other=LOWEST).to(tl.float32)
         gradient = (tl.exp(x - log_sum) - (column == target).to(tl.float32)) * share
         tl.store(logits + column, gradient.to(logits.dtype.element_ty), mask=column < num_columns)
 
