@@ -120,11 +120,13 @@ class Shapes:
             )
 
     def to_json(self) -> str:
-        """The shapes as JSON text that `from_json` reads back to an equal Shapes."""
+        """The shapes as JSON text, under 64 KiB, that `from_json` reads back to an equal Shapes."""
         fields = {name: getattr(self, name) for name in _KEYS}
         fields["buckets"] = [{"length": bucket.length, "num_anchors": bucket.num_anchors} for bucket in self.buckets]
         fields["costs"] = self.costs.to_json()
-        return json.dumps(fields, indent=1) + "\n"
+        text = json.dumps(fields, indent=1) + "\n"
+        assert len(text.encode()) < _MAX_FILE_BYTES, f"a shapes file of {len(text.encode())} bytes"
+        return text
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "shapes") -> Shapes:
@@ -173,16 +175,9 @@ class Shapes:
             raise _refuse(source, f"costs by which no row takes more than {_MOST_ROW_PS} ps", repr(fields["costs"]))
         return cls(**{**fields, "buckets": buckets, "costs": costs})
 
-    def save(self, path: str | Path) -> None:
-        """Write the JSON file, under 64 KiB, whole or not at all."""
-        text, beside = self.to_json(), Path(f"{path}.partial")
-        assert len(text.encode()) < _MAX_FILE_BYTES, f"a shapes file of {len(text.encode())} bytes"
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
-
     @classmethod
     def load(cls, path: str | Path) -> Shapes:
-        """Read a file that `save` wrote. Raises: DataError naming the file."""
+        """Read a file of `to_json`'s text. Raises: DataError naming the file."""
         try:
             with open(path, "rb") as file:
                 data = file.read(_MAX_FILE_BYTES + 1)

@@ -1,12 +1,16 @@
 """`graphcap shapes`: a plan, its report and its file, from a recipe or from files; and what is refused."""
 
+import contextlib
 import json
 import random
+import resource
 
+import numpy as np
 import pytest
 
 from graphcap.cli import main
 from graphcap.data.planner import Shapes
+from graphcap.ops import drawing
 from tests.toys import fresh_seed
 
 TINY = "graphcap/assets/tiny"
@@ -94,3 +98,70 @@ def test_what_cannot_be_planned_is_refused_and_nothing_is_written(chats, tmp_pat
     error = capsys.readouterr().err
     assert told in error and "Fix: " in error and error.count("\n") == 1
     assert {path: path.read_bytes() for path in tmp_path.rglob("*")} == before
+
+
+@contextlib.contextmanager
+def files_end_at(num_bytes: int):
+    """A disk that takes no more of a file than so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def files(folder) -> dict:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_file_that_is_cut_off_leaves_the_old_one_and_nothing_else(tmp_path):
+    pytest.importorskip("matplotlib", reason="the picture needs the extra `plot`")
+    path, lengths = tmp_path / "d.png", np.array([20, 300, 70])
+    drawing.picture(path, lengths, {384: [" bucket"]})
+    before = files(tmp_path)
+    assert before[path].startswith(b"\x89PNG")
+    with files_end_at(1000), pytest.raises(OSError):
+        drawing.picture(path, lengths, {384: [" bucket"]})
+    assert files(tmp_path) == before
+
+
+def test_a_disk_that_gives_out_while_writing_is_named_with_the_file_and_no_checkpoint(chats, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("graphcap.shapes._TRIED_BYTES", 10)  # it was not full when it was tried
+    out = tmp_path / "new" / "a.json"
+    with files_end_at(100):
+        assert main(["shapes", str(chats), "--target", TINY, "data.cache=", "--out", str(out)]) == 1
+    error = capsys.readouterr().err
+    assert f"file '{out}'" in error and "file too large" in error and "same command again" in error
+    assert "checkpoint" not in error
+    assert list(files(tmp_path)) == [chats]
+
+
+@pytest.mark.parametrize("option", ["--out", "--picture"])
+def test_where_nothing_can_be_written_is_told_before_the_work(chats, tmp_path, capsys, option):
+    if option == "--picture":
+        pytest.importorskip("matplotlib", reason="the picture needs the extra `plot`")
+    (tmp_path / "d.png").mkdir()
+    (tmp_path / "file").write_text("")
+    for path, told in (
+        (tmp_path / "d.png", "got a folder"),
+        (tmp_path / "file" / "d.png", "expected a path below folders"),
+        ("/proc/d.png", "in /proc"),
+    ):
+        assert main(["shapes", str(chats), "--target", TINY, option, str(path)]) == 2
+        said = capsys.readouterr()
+        assert f"option '{option} {path}'" in said.err and told in said.err and said.out == ""
+    with files_end_at(1000):
+        assert main(["shapes", str(chats), "--target", TINY, option, str(tmp_path / "new" / "d.png")]) == 2
+    said = capsys.readouterr()
+    assert "file too large" in said.err and said.out == "" and not (tmp_path / "new").exists()
+
+
+def test_a_picture_is_drawn_below_new_folders_and_refused_by_what_is_wrong_with_its_name(chats, tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="the picture needs the extra `plot`")
+    words = ["shapes", str(chats), "--target", TINY, "--picture"]
+    assert main([*words, str(tmp_path / "a" / "b" / "d.svg")]) == 0
+    assert b"<svg" in (tmp_path / "a" / "b" / "d.svg").read_bytes()
+    for name, told in (("d.gif", "got '.gif'"), ("d", "got no ending")):
+        assert main([*words, str(tmp_path / name)]) == 2
+        assert f"a name ending in .png, .svg, .pdf, {told}" in capsys.readouterr().err
