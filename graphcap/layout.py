@@ -1,7 +1,7 @@
 """Documents and the rows that are made of them: what is known of a run before its target is loaded.
 
 Sizes come from the target's config alone, so data that cannot be used and a plan that does not fit are refused first.
-Called by build.py, extract.py and shapes.py.
+Called by build.py, extract.py, room.py and shapes.py.
 """
 
 import os
@@ -155,16 +155,8 @@ def shapes_of(recipe: Recipe, documents: DocumentList, frame: Frame, continued: 
         shapes = Shapes.load(recipe.folder / "shapes.json")
         inputs["fix"] = "put the data files back, or start a new run with run.name=OTHER"
     elif wanted.plan == "auto":
-        shapes = plan(
-            lengths,
-            anchors,
-            row_length=wanted.row_length or _row_length(recipe, lengths, anchors, frame),
-            max_buckets=wanted.max_buckets,
-            ids=documents.ids,
-            costs=frame.costs,
-            epochs=recipe.optimizer.epochs,
-            **inputs,
-        )
+        row_length = wanted.row_length or _row_length(recipe, lengths, anchors, frame)
+        shapes = planned_for(recipe, frame, lengths, anchors, row_length=row_length, ids=documents.ids)
     else:
         shapes = Shapes.load(wanted.plan)
     shapes.check(lengths, anchors, **inputs)
@@ -178,6 +170,24 @@ def shapes_of(recipe: Recipe, documents: DocumentList, frame: Frame, continued: 
             fix="set drafter.block_size lower, 16 for example, or shapes.row_length higher",
         )
     return shapes
+
+
+def planned_for(recipe: Recipe, frame: Frame, lengths, anchors, *, row_length: int, ids=None) -> Shapes:
+    """The plan for documents of these lengths and anchor counts, int [n], in rows of this length; 0: the shortest."""
+    wanted = recipe.shapes
+    return plan(
+        lengths,
+        anchors,
+        block_size=frame.config.block_size,
+        anchor_density=wanted.anchor_density,
+        row_length=row_length,
+        max_buckets=wanted.max_buckets,
+        window=wanted.window,
+        ids=ids,
+        rows=wanted.rows,
+        costs=frame.costs,
+        epochs=recipe.optimizer.epochs,
+    )
 
 
 def _row_length(recipe: Recipe, lengths, anchors, frame: Frame) -> int:

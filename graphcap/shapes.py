@@ -35,6 +35,7 @@ from graphcap.model.ends import load_skeleton
 from graphcap.model.loading import device_and_dtype, load_model, load_tokenizer
 from graphcap.model.target import Target
 from graphcap.ops import caches, checkpoint, drawing
+from graphcap.room import Room
 from graphcap.versions import made_by
 
 SAMPLED_DOCUMENTS = 512  # of which the share of supervised tokens that blocks cover is counted
@@ -76,7 +77,7 @@ def shapes(recipe: Recipe, wanted: Wanted, say) -> None:
         frame = replace(frame, costs=measured_costs(recipe, frame, planned.buckets[0], device=device, dtype=dtype, say=tell))
         planned = shapes_of(recipe, loaded.documents, frame)
     schedule = schedule_of(recipe, loaded.documents, planned)
-    sizes.check_fit(planned.buckets, room_bytes(recipe, device))
+    Room(recipe, loaded.documents, frame, sizes, room_bytes(recipe, device)).check(planned, fixed=False)
     told = report(recipe, loaded, sizes, schedule, measured=wanted.measure)
     if wanted.as_json:
         say(json.dumps(told | {"shapes": json.loads(planned.to_json())}))

@@ -115,6 +115,11 @@ class DocumentsById(Mapping):
             raise KeyError(document_id)
         return self._documents[place]
 
+    @property
+    def in_order(self) -> DocumentList:
+        """The same documents by their places."""
+        return self._documents
+
     def num_tokens(self, document_ids: Sequence[int]) -> tuple[int, int]:
         """Tokens of these documents, which are all here, and supervised ones among them, without reading any."""
         numbers = self._documents._numbers[np.searchsorted(self._ids, document_ids)]

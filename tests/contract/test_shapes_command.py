@@ -3,6 +3,7 @@
 import contextlib
 import json
 import random
+import re
 import resource
 
 import numpy as np
@@ -87,7 +88,7 @@ def test_the_lengths_are_drawn_with_the_buckets_and_show_prints_supervised_text(
         (["{chats}"], "target.path"),
         (["{chats}", "runs/tiny.toml"], "one recipe, or files of conversations"),
         (["{chats}", "--target", TINY, "--out", "{chats}"], "a new file, or a shapes file"),
-        (["{chats}", "--target", TINY, "shapes.memory_gib=0.05"], "of GPU memory"),
+        (["{chats}", "--target", TINY, "shapes.memory_gib=0.05"], "(shapes.memory_gib)"),
         (["{chats}.missing", "--target", TINY], "no such file"),
         (["{chats}", "--target", TINY, "shapes.max_bucket=3"], "max_buckets"),
     ],
@@ -165,3 +166,57 @@ def test_a_picture_is_drawn_below_new_folders_and_refused_by_what_is_wrong_with_
     for name, told in (("d.gif", "got '.gif'"), ("d", "got no ending")):
         assert main([*words, str(tmp_path / name)]) == 2
         assert f"a name ending in .png, .svg, .pdf, {told}" in capsys.readouterr().err
+
+
+def refused(capsys, *words) -> str:
+    assert main(["shapes", *map(str, words)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    return error
+
+
+@pytest.fixture
+def long_chats(tmp_path):
+    """40 conversations, the longest of 400 tokens and more."""
+    fresh_seed()
+    turns = [
+        [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": "list " * random.choice([9, 90, 399, n])}]
+        for n in range(1, 40)
+    ]
+    turns.append([{"role": "user", "content": "Say all."}, {"role": "assistant", "content": "value " * 400}])
+    path = tmp_path / "long.jsonl"
+    path.write_text("".join(json.dumps({"messages": one}) + "\n" for one in turns))
+    return path
+
+
+def test_every_way_out_of_too_little_memory_is_one(long_chats, capsys):
+    words = (long_chats, "--target", TINY, "run.device=cpu", "data.cache=")
+    whole, rows = planned(capsys, *words), planned(capsys, *words, "shapes.row_length=512")
+    assert whole["needed_bytes"] > rows["needed_bytes"] > rows["held_bytes"]
+    shortest = f"{rows['buckets'][0]['length']}/{rows['buckets'][0]['num_anchors']}"
+    least_gib, seen = rows["needed_bytes"] / 2**30, set()
+    for room_gib in (whole["needed_bytes"] / 2**30 - 1e-4, least_gib + 0.01, least_gib - 0.001, least_gib - 0.02, 0.15):
+        error = refused(capsys, *words, f"shapes.memory_gib={room_gib}")
+        assert "(shapes.memory_gib)" in error and "GPU" not in error
+        assert f"the shortest row that it fits, {shortest}, needs " in error
+        assert ("which is too much" in error) == (room_gib < least_gib) == ("shapes.row_length=512 " in error)
+        for way in error.split("Fix: use ")[1].strip().rstrip(".").split(", or "):
+            if "features.path" not in way:
+                planned(capsys, *words, f"shapes.memory_gib={room_gib}", *way.split())
+                seen |= {word.split("=")[0] for word in way.split()}
+    keys = {"shapes.row_length", "shapes.memory_gib", "data.max_length", "data.on_long", "drafter.checkpointing"}
+    assert seen == keys
+
+
+def test_sizes_that_differ_read_differently_and_what_holds_them_is_named(long_chats, capsys):
+    words = (long_chats, "--target", TINY, "run.device=cpu", "data.cache=")
+    whole = planned(capsys, *words)
+    error = refused(capsys, *words, f"shapes.memory_gib={(whole['needed_bytes'] - 2000) / 2**30}")
+    limit, got = re.search(r"at most ([\d.]+) GiB .*?, got ([\d.]+) GiB", error).groups()
+    assert float(limit) < float(got)
+    error = refused(capsys, *words, f"shapes.memory_gib={whole['held_bytes'] / 2**30 + 0.01}")
+    assert "alone" not in error and "GPU" not in error
+    error = refused(capsys, *words, f"shapes.memory_gib={whole['held_bytes'] / 2**30 - 0.01}")
+    assert "target, drafter and optimizer alone take" in error and "a smaller target" in error
+    error = refused(capsys, *words, "shapes.memory_gib=0.05", "features.path=/nowhere")
+    assert "(features.path)" not in error
