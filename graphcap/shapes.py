@@ -30,7 +30,7 @@ from graphcap.engine.guard import start_compile_workers, torchs_cache_folder, us
 from graphcap.engine.memory import Sizes, gib
 from graphcap.engine.timing import median_ms, samples
 from graphcap.errors import ConfigError, DataError, GraphcapError
-from graphcap.layout import Frame, frame_of, load_data, memory_of, room_bytes, schedule_of, shapes_of
+from graphcap.layout import ONE_IS_BEST, Frame, frame_of, load_data, memory_of, one_is_best, room_bytes, schedule_of, shapes_of
 from graphcap.model.ends import load_skeleton
 from graphcap.model.loading import device_and_dtype, load_model, load_tokenizer
 from graphcap.model.target import Target
@@ -90,7 +90,7 @@ def shapes(recipe: Recipe, wanted: Wanted, say) -> None:
     if wanted.out:
         with _writing(wanted.out):
             checkpoint.write_text(wanted.out, planned.to_json())
-        tell(f'written   {wanted.out}; a recipe uses it with shapes.plan = "{wanted.out}"')
+        tell(f'written   {wanted.out}; a recipe of the same data and settings uses it with shapes.plan = "{wanted.out}"')
     if wanted.picture:
         with _writing(wanted.picture):
             drawing.picture(wanted.picture, loaded.documents.lengths, marks(told))
@@ -158,6 +158,7 @@ def report(recipe: Recipe, loaded: Documents, sizes: Sizes, schedule: Schedule, 
         "over_bound": found.over,
         "padding_share": (found.rows_ps - num_rows * planned.costs.micro_step_ps - found.bound_ps) / found.rows_ps,
         "correlation": found.correlation,
+        "one_bucket_is_best": one_is_best(recipe, planned),
         "held_bytes": sizes.held_bytes(),
         "needed_bytes": sizes.needed_bytes(*planned.buckets),
         "buckets": [
@@ -199,6 +200,7 @@ def lines(told: dict) -> list[str]:
         f"epoch     {told['updates']:,} updates of {told['rows_per_update']} rows, {_duration(told['epoch_s'])} "
         f"{told['predicted']}; padding is {told['padding_share']:.1%} of it",
         f"memory    {gib(told['needed_bytes'])} predicted, {held} of it for target, drafter and optimizer",
+        *([f"buckets   {ONE_IS_BEST}"] if told["one_bucket_is_best"] else []),
         "",
         f"{'bucket':>14}{'rows':>12}{'share':>8}{'micro step':>14}{'memory alone':>15}",
     ]

@@ -87,6 +87,10 @@ class DocumentList(Sequence):
                 return self[int(np.searchsorted(self._numbers["start"], start + found[0], side="right")) - 1]
         return None
 
+    def place_of(self, index: int) -> str:
+        """Where a document stood, in words, without reading its tokens."""
+        return place(self._sources[self._numbers["source"][index]], int(self._numbers["line"][index]))
+
     def by_id(self) -> "DocumentsById":
         """The same documents by their ids."""
         return DocumentsById(self)

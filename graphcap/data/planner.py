@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -211,7 +212,7 @@ def plan(
     row_length: int,
     max_buckets: int,
     window: int,
-    ids: np.ndarray | None = None,
+    name_of: Callable[[int], str] = str,
     rows: str = "packed",
     costs: Costs = ASSUMED,
     epochs: int = 1,
@@ -220,7 +221,7 @@ def plan(
 
     row_length: tokens of the largest bucket; 0: the longest document, or 2048 where there are that many tokens.
     max_buckets: at most so many; a further bucket must save more time in the epochs than it takes to capture.
-    window: documents packed together. ids: int [n], names for errors; left out: 0, 1, …. rows: "packed", or "single".
+    window: documents packed together. name_of: of the document at a place, for errors. rows: "packed", or "single".
     costs: predicted times. Raises: DataError naming a document that does not fit, or no documents; ConfigError for a
     row_length that is no multiple of 128.
     """
@@ -238,7 +239,9 @@ def plan(
     length = row_length or _least_length(lengths, rows)
     unit = TILE_TOKENS // math.gcd(TILE_TOKENS, block_size)  # N in these units makes N · block_size whole tiles
     largest = Bucket(length, search.round_up(int(anchor_counts.max()), unit))
-    check_fit(largest, np.arange(len(lengths)) if ids is None else np.asarray(ids), lengths, anchor_counts)
+    fix = f"set shapes.row_length={search.round_up(int(lengths.max()), TILE_TOKENS)} or more"
+    fix += ', or lower data.max_length with data.on_long = "truncate" or "drop"'
+    check_fit(largest, lengths, anchor_counts, name_of=name_of, fix=fix)
     problem = search.Problem(
         lengths,
         anchor_counts,

@@ -85,7 +85,8 @@ def test_the_lengths_are_drawn_with_the_buckets_and_show_prints_supervised_text(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["{chats}"], "target.path"),
+        (["{chats}"], "option '--target'"),
+        (["runs/tiny.toml", "shapes.plan=a.json"], "leave it out"),
         (["{chats}", "runs/tiny.toml"], "one recipe, or files of conversations"),
         (["{chats}", "--target", TINY, "--out", "{chats}"], "a new file, or a shapes file"),
         (["{chats}", "--target", TINY, "shapes.memory_gib=0.05"], "(shapes.memory_gib)"),
@@ -220,3 +221,39 @@ def test_sizes_that_differ_read_differently_and_what_holds_them_is_named(long_ch
     assert "target, drafter and optimizer alone take" in error and "a smaller target" in error
     error = refused(capsys, *words, "shapes.memory_gib=0.05", "features.path=/nowhere")
     assert "(features.path)" not in error
+
+
+def test_one_bucket_that_is_best_is_said_in_the_table_and_in_json(chats, capsys):
+    words = (chats, "--target", TINY, "data.cache=", "shapes.row_length=2048")
+    one = planned(capsys, *words)
+    assert len(one["buckets"]) == 1 and one["one_bucket_is_best"] is True
+    asked = planned(capsys, *words, "--buckets", "1")
+    assert len(asked["buckets"]) == 1 and asked["one_bucket_is_best"] is False
+    sentence = "buckets   one is best, a second would not pay for itself"
+    for more, said in ((), True), (("--buckets", "1"), False):
+        assert main(["shapes", *map(str, words), *more]) == 0
+        assert (sentence in capsys.readouterr().out) == said
+
+
+def test_a_document_that_fits_no_row_is_named_by_its_file_and_line(chats, capsys):
+    lines = chats.read_text().splitlines(keepends=True)
+    turns = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "list " * 200}]
+    chats.write_text("".join([*lines[:7], json.dumps({"messages": turns}) + "\n"]))
+    error = refused(capsys, chats, "--target", TINY, "data.cache=", "shapes.row_length=128", "data.max_length=999")
+    assert f"document '{chats} line " in error
+    length = re.search(r"shapes\.row_length=(\d+)", error)[1]
+    assert planned(capsys, chats, "--target", TINY, "data.cache=", f"shapes.row_length={length}")["documents"] == 8
+
+
+def test_training_refuses_keys_that_the_plan_contradicts(chats, tmp_path, capsys):
+    out = tmp_path / "a.json"
+    words = ["drafter.num_layers=1", "drafter.block_size=8", "run.device=cpu", "data.cache=", f"run.out={tmp_path}"]
+    planned(capsys, chats, "--target", TINY, *words, "shapes.row_length=256", "--out", out)
+    held = tmp_path / "held.jsonl"
+    held.write_text("".join(chats.read_text().splitlines(keepends=True)[:3]))
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(f'[target]\npath = "{TINY}"\n[data]\ntrain = ["{chats}"]\nheld_out = ["{held}"]\n')
+    words += [f"shapes.plan={out}"]
+    assert main(["train", str(recipe), "--dry-run", *words, "shapes.row_length=256"]) == 0
+    assert main(["train", str(recipe), "--dry-run", *words, "shapes.row_length=128"]) == 2
+    assert "'shapes.row_length': expected 256, or 0, got 128" in capsys.readouterr().err
