@@ -140,7 +140,7 @@ class Shapes:
         if type(version) is int and version != PACKING_VERSION:
             raise _refuse(source, f"packing_version {PACKING_VERSION}", str(version))
         if not isinstance(fields, dict) or set(fields) != set(_KEYS):
-            found = ", ".join(sorted(fields)) if isinstance(fields, dict) else type(fields).__name__
+            found = (", ".join(sorted(fields)) or "no keys") if isinstance(fields, dict) else type(fields).__name__
             raise _refuse(source, f"exactly the keys {', '.join(_KEYS)}", found)
         if not isinstance(fields["buckets"], list) or not fields["buckets"]:
             raise _refuse(source, "a list of buckets", repr(fields["buckets"]))

@@ -11,6 +11,8 @@ import pytest
 
 from graphcap.cli import main
 from graphcap.data.planner import Shapes
+from graphcap.errors import DataError
+from graphcap.model.loading import no_target
 from graphcap.ops import drawing
 from tests.toys import fresh_seed
 
@@ -257,3 +259,15 @@ def test_training_refuses_keys_that_the_plan_contradicts(chats, tmp_path, capsys
     assert main(["train", str(recipe), "--dry-run", *words, "shapes.row_length=256"]) == 0
     assert main(["train", str(recipe), "--dry-run", *words, "shapes.row_length=128"]) == 2
     assert "'shapes.row_length': expected 256, or 0, got 128" in capsys.readouterr().err
+
+
+def test_what_stands_behind_a_path_is_said_in_whole_words(chats, tmp_path, capsys):
+    (tmp_path / "model").mkdir()
+    assert "it has no config.json." in refused(capsys, chats, "--target", tmp_path / "model")
+    said = "Couldn't instantiate the backend tokenizer from one of: \n(1) a file, \n(2) another."
+    assert "one of: (1) a file, (2) another. Fix: " in str(no_target("NAME", ValueError(said)))
+    (tmp_path / "empty.json").write_text("{}")
+    with pytest.raises(DataError, match="window, .*, got no keys. Fix: "):
+        Shapes.load(tmp_path / "empty.json")
+    (tmp_path / "broken.jsonl").write_text('{"messages": "a\tb"}\n')
+    assert "got Invalid control character at character 16" in refused(capsys, tmp_path / "broken.jsonl", "--target", TINY)
