@@ -37,12 +37,13 @@ class Room:
         needed = self.sizes.needed_bytes(*shapes.buckets)
         if self.num_bytes is None or needed <= self.num_bytes:
             return
-        tried = [] if fixed or self.sizes.held_bytes() > self.num_bytes else self._shorter(shapes)
+        held = self.sizes.held_bytes()
+        tried = [] if fixed or held > self.num_bytes else self._shorter(shapes)
         shortest, least = tried[-1] if tried else (shapes.buckets, needed)
         fitting = next((buckets[0].length for buckets, need in tried if need <= self.num_bytes), None)
-        digits = _digits_apart(self.num_bytes, needed, least, self.sizes.held_bytes())
-        if self.sizes.held_bytes() > self.num_bytes:
-            cause = f"target, drafter and optimizer alone take {gib(self.sizes.held_bytes(), digits)}"
+        digits = _digits_apart(self.num_bytes, needed, held if held > self.num_bytes else least)
+        if held > self.num_bytes:
+            cause = f"target, drafter and optimizer alone take {gib(held, digits)}"
             fixes = ["a smaller target", *self._kept_rows(shapes, shapes.buckets)]
         elif fixed:
             cause, fixes = "a run that goes on keeps its rows", self._kept_rows(shapes, None)
