@@ -45,6 +45,7 @@ from graphcap.offline import check_complete, missing_of, needed_rows, open_store
 from graphcap.ops import caches, checkpoint
 from graphcap.ops.blackbox import GPU_AT, Recorder
 from graphcap.ops.export import check_fits, read_config, read_drafter, read_target
+from graphcap.room import Room
 from graphcap.versions import made_by, untested
 
 
@@ -95,9 +96,11 @@ def build(recipe: Recipe, *, continued: dict | None, say, recorder: Recorder) ->
         _check_disk(recipe, load_config(recipe.target.path, **where), dtype)
     tokenizer, skeleton = load_tokenizer(recipe.target.path, **where), load_skeleton(recipe.target.path, **where)
     drafter_config, mask_name = configure_drafter(recipe, skeleton, tokenizer)
-    layout = lay_out(recipe, tokenizer, frame_of(skeleton, drafter_config), continued, say, note=recorder.note)
+    frame = frame_of(skeleton, drafter_config)
+    layout = lay_out(recipe, tokenizer, frame, continued, say, note=recorder.note)
     memory = memory_of(recipe, skeleton, drafter_config, dtype, stored=bool(recipe.features.path))
-    memory.check_fit(layout.shapes.buckets, room_bytes(recipe, device))
+    room = Room(recipe, layout.documents.in_order, frame, memory, room_bytes(recipe, device))
+    room.check(layout.shapes, fixed=continued is not None)
 
     recorder.note("load target")
     begin = time.monotonic()

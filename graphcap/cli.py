@@ -45,7 +45,8 @@ SHAPES_EXAMPLE = """example:
   graphcap shapes runs/tiny.toml --show 2
   graphcap shapes chats.jsonl --target TARGET-FOLDER --measure --rows single --buckets 4
 
-A recipe that is trained on the same documents uses the file with shapes.plan = "shapes/chats.json"."""
+Train the recipe that a file was planned from with shapes.plan = "shapes/chats.json", or another one that has the same
+documents, drafter.block_size and keys of [shapes]."""
 
 
 STATUS_EXAMPLE = """example:

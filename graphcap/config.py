@@ -263,6 +263,11 @@ def load_planned(words: list[str], *, target: str | None, keys: dict[str, object
     sections = {field.name for field in dataclasses.fields(Recipe)}
     overrides = [word for word in words if "=" in word and word.split(".")[0] in sections and not Path(word).exists()]
     sources = [word for word in words if word not in overrides]
+    for word in overrides:
+        name, _, value = word.partition("=")
+        if name.strip() == "shapes.plan" and value.strip() != "auto":
+            fix = "leave it out; --out FILE says where the new plan goes, and `graphcap train` takes one that is made"
+            raise ConfigError("override", _cut(word), expected="no plan, for this makes one", got=f"'{_cut(value)}'", fix=fix)
     overrides += [f"{name}={value}" for name, value in keys.items() if value is not None]
     if target is not None:
         overrides.append(f"target.path={target}")
@@ -278,6 +283,9 @@ def load_planned(words: list[str], *, target: str | None, keys: dict[str, object
         )
     if recipes:
         return load_recipe(recipes[0], overrides, needed=("train",))
+    if not any(word.partition("=")[0].strip() == "target.path" for word in overrides):
+        fix = "add --target FOLDER: lengths are counted in its tokens"
+        raise ConfigError("option", "--target", expected="the target's folder or Hub name", got="nothing", fix=fix)
     return build_recipe({"data": {"train": sources}}, overrides, source="shapes", needed=("train",))
 
 

@@ -1,7 +1,7 @@
 """Documents and the rows that are made of them: what is known of a run before its target is loaded.
 
 Sizes come from the target's config alone, so data that cannot be used and a plan that does not fit are refused first.
-Called by build.py, extract.py and shapes.py.
+Called by build.py, extract.py, room.py and shapes.py.
 """
 
 import os
@@ -27,6 +27,7 @@ from graphcap.model.drafter import Drafter, DrafterConfig
 from graphcap.ops import caches
 
 ROWS_OF_AN_UPDATE = 8  # or more, where rows are lengthened
+ONE_IS_BEST = "one is best, a second would not pay for itself"
 MOST_TEXT_WORKERS = 16  # processes that tokenise; each takes about 120 MB
 
 
@@ -155,18 +156,11 @@ def shapes_of(recipe: Recipe, documents: DocumentList, frame: Frame, continued: 
         shapes = Shapes.load(recipe.folder / "shapes.json")
         inputs["fix"] = "put the data files back, or start a new run with run.name=OTHER"
     elif wanted.plan == "auto":
-        shapes = plan(
-            lengths,
-            anchors,
-            row_length=wanted.row_length or _row_length(recipe, lengths, anchors, frame),
-            max_buckets=wanted.max_buckets,
-            ids=documents.ids,
-            costs=frame.costs,
-            epochs=recipe.optimizer.epochs,
-            **inputs,
-        )
+        row_length = wanted.row_length or _row_length(recipe, lengths, anchors, frame)
+        shapes = planned_for(recipe, frame, lengths, anchors, row_length=row_length, name_of=documents.place_of)
     else:
         shapes = Shapes.load(wanted.plan)
+        _check_agreed(wanted, shapes)
     shapes.check(lengths, anchors, **inputs)
     largest = shapes.buckets[0].length
     if block_size > largest:
@@ -178,6 +172,43 @@ def shapes_of(recipe: Recipe, documents: DocumentList, frame: Frame, continued: 
             fix="set drafter.block_size lower, 16 for example, or shapes.row_length higher",
         )
     return shapes
+
+
+def _check_agreed(wanted, shapes: Shapes) -> None:
+    """Raises: ConfigError if a key of [shapes] asks for other buckets than the file of shapes.plan has."""
+    length, count = shapes.buckets[0].length, len(shapes.buckets)
+    wrong = None
+    if wanted.row_length not in (0, length):
+        wrong = "row_length", f"{length}, or 0", wanted.row_length
+    elif count > wanted.max_buckets != type(wanted).max_buckets:  # the default is nobody's wish
+        wrong = "max_buckets", f"{count} or more", wanted.max_buckets
+    if wrong is not None:
+        raise ConfigError(
+            "recipe key",
+            f"shapes.{wrong[0]}",
+            expected=wrong[1],
+            got=str(wrong[2]),
+            cause=f"the plan {wanted.plan} was made with another",
+            fix="leave the key out, or plan anew with shapes.plan=auto",
+        )
+
+
+def planned_for(recipe: Recipe, frame: Frame, lengths, anchors, *, row_length: int, name_of=str) -> Shapes:
+    """The plan for documents of these lengths and anchor counts, int [n], in rows of this length; 0: the shortest."""
+    wanted = recipe.shapes
+    return plan(
+        lengths,
+        anchors,
+        block_size=frame.config.block_size,
+        anchor_density=wanted.anchor_density,
+        row_length=row_length,
+        max_buckets=wanted.max_buckets,
+        window=wanted.window,
+        name_of=name_of,
+        rows=wanted.rows,
+        costs=frame.costs,
+        epochs=recipe.optimizer.epochs,
+    )
 
 
 def _row_length(recipe: Recipe, lengths, anchors, frame: Frame) -> int:
@@ -206,11 +237,16 @@ def schedule_of(recipe: Recipe, documents: DocumentList, shapes: Shapes) -> Sche
     )
 
 
+def one_is_best(recipe: Recipe, shapes: Shapes) -> bool:
+    """Whether planning could have taken more buckets than one, and did not."""
+    return len(shapes.buckets) == 1 < recipe.shapes.max_buckets and recipe.shapes.plan == "auto"
+
+
 def described(recipe: Recipe, shapes: Shapes, schedule: Schedule) -> str:
     """The plan in one line."""
     names = ", ".join(bucket.name for bucket in shapes.buckets) + " (tokens/anchors)"
-    if len(shapes.buckets) == 1 < recipe.shapes.max_buckets and recipe.shapes.plan == "auto":
-        names += "; one is best, a second would not pay for itself"
+    if one_is_best(recipe, shapes):
+        names += f"; {ONE_IS_BEST}"
     return (
         f"buckets {names}, {schedule.rows_per_update} rows an update, {schedule.num_updates} updates in "
         f"{recipe.optimizer.epochs} epochs"

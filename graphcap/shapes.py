@@ -6,10 +6,12 @@ of this machine: a few micro steps are captured and timed first. Trains nothing.
 Called by cli.py.
 """
 
+import contextlib
 import gc
 import json
 import math
 import shutil
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,16 +30,18 @@ from graphcap.engine import Engine
 from graphcap.engine.guard import start_compile_workers, torchs_cache_folder, use_deterministic_math
 from graphcap.engine.memory import Sizes, gib
 from graphcap.engine.timing import median_ms, samples
-from graphcap.errors import ConfigError, DataError
-from graphcap.layout import Frame, frame_of, load_data, memory_of, room_bytes, schedule_of, shapes_of
+from graphcap.errors import ConfigError, DataError, GraphcapError
+from graphcap.layout import ONE_IS_BEST, Frame, frame_of, load_data, memory_of, one_is_best, room_bytes, schedule_of, shapes_of
 from graphcap.model.ends import load_skeleton
 from graphcap.model.loading import device_and_dtype, load_model, load_tokenizer
 from graphcap.model.target import Target
-from graphcap.ops import caches, drawing
+from graphcap.ops import caches, checkpoint, drawing
+from graphcap.room import Room
 from graphcap.versions import made_by
 
 SAMPLED_DOCUMENTS = 512  # of which the share of supervised tokens that blocks cover is counted
 TIMED_STEPS = {"cuda": 10, "cpu": 3}
+_TRIED_BYTES = 1 << 16  # a shapes file has less; a picture about as much
 
 
 @dataclass(frozen=True)
@@ -58,9 +62,11 @@ def shapes(recipe: Recipe, wanted: Wanted, say) -> None:
     """
     tell = _silent if wanted.as_json else say
     device, dtype = device_and_dtype(recipe.run.device, recipe.target.dtype)
-    _check_out(wanted.out)
+    if wanted.out:
+        _check_out(wanted.out)
     if wanted.picture:
         drawing.check_picture(wanted.picture)
+        _check_place(f"--picture {wanted.picture}", wanted.picture)
     where = {"revision": recipe.target.revision, "trust_remote_code": recipe.target.trust_remote_code}
     tokenizer, skeleton = load_tokenizer(recipe.target.path, **where), load_skeleton(recipe.target.path, **where)
     config, _ = configure_drafter(recipe, skeleton, tokenizer)
@@ -72,7 +78,7 @@ def shapes(recipe: Recipe, wanted: Wanted, say) -> None:
         frame = replace(frame, costs=measured_costs(recipe, frame, planned.buckets[0], device=device, dtype=dtype, say=tell))
         planned = shapes_of(recipe, loaded.documents, frame)
     schedule = schedule_of(recipe, loaded.documents, planned)
-    sizes.check_fit(planned.buckets, room_bytes(recipe, device))
+    Room(recipe, loaded.documents, frame, sizes, room_bytes(recipe, device)).check(planned, fixed=False)
     told = report(recipe, loaded, sizes, schedule, measured=wanted.measure)
     if wanted.as_json:
         say(json.dumps(told | {"shapes": json.loads(planned.to_json())}))
@@ -83,11 +89,12 @@ def shapes(recipe: Recipe, wanted: Wanted, say) -> None:
         text = supervised_text(document, tokenizer, marks=PLAIN_MARKS)
         tell(f"\nsupervised in {document.place}, between the marks:\n{text}\n")
     if wanted.out:
-        Path(wanted.out).parent.mkdir(parents=True, exist_ok=True)
-        planned.save(wanted.out)
-        tell(f'written   {wanted.out}; a recipe uses it with shapes.plan = "{wanted.out}"')
+        with _writing(wanted.out):
+            checkpoint.write_text(wanted.out, planned.to_json())
+        tell(f'written   {wanted.out}; a recipe of the same data and settings uses it with shapes.plan = "{wanted.out}"')
     if wanted.picture:
-        drawing.picture(wanted.picture, loaded.documents.lengths, marks(told))
+        with _writing(wanted.picture):
+            drawing.picture(wanted.picture, loaded.documents.lengths, marks(told))
 
 
 def measured_costs(recipe: Recipe, frame: Frame, largest: Bucket, *, device, dtype, say) -> Costs:
@@ -155,6 +162,7 @@ def report(recipe: Recipe, loaded: Documents, sizes: Sizes, schedule: Schedule, 
         "over_bound": found.over,
         "padding_share": (found.rows_ps - num_rows * planned.costs.micro_step_ps - found.bound_ps) / found.rows_ps,
         "correlation": found.correlation,
+        "one_bucket_is_best": one_is_best(recipe, planned),
         "held_bytes": sizes.held_bytes(),
         "needed_bytes": sizes.needed_bytes(*planned.buckets),
         "buckets": [
@@ -196,6 +204,7 @@ def lines(told: dict) -> list[str]:
         f"epoch     {told['updates']:,} updates of {told['rows_per_update']} rows, {_duration(told['epoch_s'])} "
         f"{told['predicted']}; padding is {told['padding_share']:.1%} of it",
         f"memory    {gib(told['needed_bytes'])} predicted, {held} of it for target, drafter and optimizer",
+        *([f"buckets   {ONE_IS_BEST}"] if told["one_bucket_is_best"] else []),
         "",
         f"{'bucket':>14}{'rows':>12}{'share':>8}{'micro step':>14}{'memory alone':>15}",
     ]
@@ -226,19 +235,51 @@ def _duration(seconds: float) -> str:
 
 
 def _check_out(out: str) -> None:
-    """Only a shapes file is written over, and only in a folder. Raises: ConfigError naming the path."""
-    above = next(folder for folder in Path(out).absolute().parents if folder.exists())
-    if not above.is_dir():
-        raise ConfigError(
-            "option", f"--out {out}", expected="a path below folders", got=f"{above}, a file", fix="give another path"
-        )
-    if not out or not Path(out).exists():
+    """Only a shapes file is written over. Raises: ConfigError naming the path."""
+    _check_place(f"--out {out}", out)
+    if not Path(out).exists():
         return
     try:
         Shapes.load(out)
     except DataError as error:
         raise ConfigError(
             "option", f"--out {out}", expected="a new file, or a shapes file", got="another file", fix="give another path"
+        ) from error
+
+
+def _check_place(option: str, path: str) -> None:
+    """Try, before any work, whether a file can be written there; leaves nothing. Raises: ConfigError naming the option."""
+    above = next(folder for folder in Path(path).absolute().parents if folder.exists())
+    fix = "give another path"
+    if Path(path).is_dir():
+        raise ConfigError("option", option, expected="a file", got="a folder", fix="name a file in it")
+    if not above.is_dir():
+        raise ConfigError("option", option, expected="a path below folders", got=f"{above}, a file", fix=fix)
+    try:
+        with tempfile.TemporaryFile(dir=above) as tried:
+            tried.write(bytes(_TRIED_BYTES))
+            tried.flush()
+    except OSError as error:
+        got = (error.strerror or str(error)).lower()
+        expected = f"a place that takes a file of {_TRIED_BYTES // 1024} KiB"
+        raise ConfigError(
+            "option", option, expected=expected, got=f"{got} in {above}", fix=f"free space, mend the rights, or {fix}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _writing(path: str):
+    """Make the folder of a file that is written within. Raises: GraphcapError naming the file that was not written."""
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise GraphcapError(
+            "file",
+            path,
+            expected="a file system that takes it",
+            got=(error.strerror or str(error)).lower(),
+            fix="free space or mend the rights, then give the same command again",
         ) from error
 
 

@@ -129,7 +129,7 @@ def bench(folder: Path, options) -> dict:
     found = rates(read_metrics(folder / "out" / "bench" / "metrics.jsonl"))
     found |= {
         "predicted_epoch_s": planned["epoch_s"],
-        "buckets": [f"{one['length']}/{one['anchors']}" for one in planned["buckets"]],
+        "buckets": [f"{one['length']}/{one['num_anchors']}" for one in planned["buckets"]],
     }
     return found | {"idle_share": float(idle[1]) / 100 if idle else None, "features": options.features}
 

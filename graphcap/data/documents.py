@@ -87,6 +87,10 @@ class DocumentList(Sequence):
                 return self[int(np.searchsorted(self._numbers["start"], start + found[0], side="right")) - 1]
         return None
 
+    def place_of(self, index: int) -> str:
+        """Where a document stood, in words, without reading its tokens."""
+        return place(self._sources[self._numbers["source"][index]], int(self._numbers["line"][index]))
+
     def by_id(self) -> "DocumentsById":
         """The same documents by their ids."""
         return DocumentsById(self)
@@ -114,6 +118,11 @@ class DocumentsById(Mapping):
         if place == len(self._ids) or self._ids[place] != document_id:
             raise KeyError(document_id)
         return self._documents[place]
+
+    @property
+    def in_order(self) -> DocumentList:
+        """The same documents by their places."""
+        return self._documents
 
     def num_tokens(self, document_ids: Sequence[int]) -> tuple[int, int]:
         """Tokens of these documents, which are all here, and supervised ones among them, without reading any."""

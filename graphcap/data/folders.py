@@ -17,6 +17,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+from graphcap.data.foreign import ARROW_STREAM
 from graphcap.data.sources import (
     BadLine,
     Meter,
@@ -33,7 +34,6 @@ from graphcap.errors import DataError
 EXPECTED = "a file of conversations, or a folder that SpecForge or speculators prepared"
 OWN_MASKS = "with its own token ids and loss masks"
 _SLICE_ROWS = 64  # decoded at once
-_ARROW_STREAM = b"\xff\xff\xff\xff"
 _PICKLES = ("*.ckpt", "*.ckpt.gz", "data_*.pt")
 
 
@@ -48,7 +48,7 @@ def open_path(path: str | Path) -> Source:
         raise _refused(path, "a folder of several splits", "name the folder of one of them, FOLDER/train for example")
     if pickles := _found(folder, _PICKLES):
         raise _pickled(folder, pickles)
-    if cached := [file for file in _found(folder, ("*.pkl",)) if _head(file) == _ARROW_STREAM]:
+    if cached := [file for file in _found(folder, ("*.pkl",)) if _head(file) == ARROW_STREAM]:
         if len({re.sub(r"_\d+_of_\d+$", "", file.stem) for file in cached}) > 1:
             names = ", ".join(file.name for file in cached[:3])
             raise _refused(path, f"several prepared sets: {names}", "leave one of them in the folder")
@@ -66,14 +66,15 @@ def _jsonl(folder: Path) -> Source:
     files = _found(folder, ("*.jsonl",))
     chosen = [file for file in files if file.stem.endswith("_train")] or files
     if len(chosen) != 1:
-        names = ", ".join(file.name for file in chosen[:4]) or "none that is known"
+        names = [file.name for file in chosen or sorted(folder.iterdir())]
+        got = f"a folder of {len(chosen)} files of conversations" if chosen else "a folder of other things"
         raise DataError(
             "data file",
             folder,
             expected=EXPECTED,
-            got=f"what is a directory with {len(chosen)} files of conversations" if chosen else "what is a directory",
-            cause=f"its files: {names}",
-            fix="name the files themselves",
+            got=got if names else "an empty folder",
+            cause=f"in it: {', '.join(names[:4])}{f' and {len(names) - 4:,} more' if len(names) > 4 else ''}" if names else "",
+            fix="name the files themselves" if chosen else "give the path of a file, or of a folder with such files",
         )
     meter, name = Meter(), str(chosen[0])
     kind = f"{chosen[0].name}, as SpecForge prepares it" if name.endswith("_train.jsonl") else chosen[0].name
@@ -172,7 +173,7 @@ def _features(folder: Path) -> str:
 
 def _head(file: Path) -> bytes:
     with open(file, "rb") as opened:
-        return opened.read(len(_ARROW_STREAM))
+        return opened.read(len(ARROW_STREAM))
 
 
 def _name(path: str) -> str:
@@ -196,8 +197,8 @@ def _pickled(folder: Path, files: list[Path]) -> DataError:
         expected=EXPECTED,
         got=f"pickles of torch, {files[0].name} the first",
         cause="loading a pickle may run whatever code it holds, so graphcap never does",
-        fix="train on the conversations they were made from, or write out the tokens: "
-        f'(cd {shlex.quote(str(folder))} && python -c "{program}") > tokens.jsonl',
+        fix="train on the conversations they were made from, or write out the tokens with "
+        f'`(cd {shlex.quote(str(folder))} && python -c "{program}") > tokens.jsonl`',
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -152,7 +152,8 @@ class Schedule:
         self.rows_per_update, self.max_updates = rows_per_update, max_updates
         self._hashes: dict[int, str] = {}
         self._packed: dict[int, EpochRows] = {}
-        check_fit(shapes.buckets[0], self._ids, self._lengths, self._anchor_counts)
+        name_of, fix = lambda place: str(self._ids[place]), 'plan again with shapes.plan = "auto"'
+        check_fit(shapes.buckets[0], self._lengths, self._anchor_counts, name_of=name_of, fix=fix)
 
     @property
     def rows_per_epoch(self) -> tuple[int, ...]:
@@ -257,16 +258,21 @@ def row_costs(shapes: Shapes, packed: rows.Packed, lengths: np.ndarray) -> np.nd
     return own[packed.bucket] + shapes.costs.pair_ps * pairs
 
 
-def check_fit(largest: Bucket, ids: np.ndarray, lengths: np.ndarray, anchor_counts: np.ndarray) -> None:
-    """Raises: DataError naming the first document with more tokens or anchors than the largest bucket has."""
+def check_fit(
+    largest: Bucket, lengths: np.ndarray, anchor_counts: np.ndarray, *, name_of: Callable[[int], str], fix: str
+) -> None:
+    """Raises: DataError naming the first document with more tokens or anchors than the largest bucket has.
+
+    name_of: of the document at a place in lengths and anchor_counts, int [n]. fix: what to do about it.
+    """
     too_long = np.flatnonzero((lengths > largest.length) | (anchor_counts > largest.num_anchors))
     if len(too_long):
         at = int(too_long[0])
         raise DataError(
             "document",
-            int(ids[at]),
+            name_of(at),
             expected=f"at most {largest.length} tokens and {largest.num_anchors} anchors",
             got=f"{int(lengths[at])} tokens and {int(anchor_counts[at])} anchors",
-            cause=f"the nearest bucket, {largest.name}, is the largest; {len(too_long)} documents do not fit",
-            fix='raise shapes.row_length, or lower data.max_length with data.on_long = "truncate" or "drop"',
+            cause=f"the nearest bucket, {largest.name}, is the largest; {len(too_long)} of {len(lengths)} documents do not fit",
+            fix=fix,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,11 +121,13 @@ class Shapes:
             )
 
     def to_json(self) -> str:
-        """The shapes as JSON text that `from_json` reads back to an equal Shapes."""
+        """The shapes as JSON text, under 64 KiB, that `from_json` reads back to an equal Shapes."""
         fields = {name: getattr(self, name) for name in _KEYS}
         fields["buckets"] = [{"length": bucket.length, "num_anchors": bucket.num_anchors} for bucket in self.buckets]
         fields["costs"] = self.costs.to_json()
-        return json.dumps(fields, indent=1) + "\n"
+        text = json.dumps(fields, indent=1) + "\n"
+        assert len(text.encode()) < _MAX_FILE_BYTES, f"a shapes file of {len(text.encode())} bytes"
+        return text
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "shapes") -> Shapes:
@@ -137,7 +140,7 @@ class Shapes:
         if type(version) is int and version != PACKING_VERSION:
             raise _refuse(source, f"packing_version {PACKING_VERSION}", str(version))
         if not isinstance(fields, dict) or set(fields) != set(_KEYS):
-            found = ", ".join(sorted(fields)) if isinstance(fields, dict) else type(fields).__name__
+            found = (", ".join(sorted(fields)) or "no keys") if isinstance(fields, dict) else type(fields).__name__
             raise _refuse(source, f"exactly the keys {', '.join(_KEYS)}", found)
         if not isinstance(fields["buckets"], list) or not fields["buckets"]:
             raise _refuse(source, "a list of buckets", repr(fields["buckets"]))
@@ -173,16 +176,9 @@ class Shapes:
             raise _refuse(source, f"costs by which no row takes more than {_MOST_ROW_PS} ps", repr(fields["costs"]))
         return cls(**{**fields, "buckets": buckets, "costs": costs})
 
-    def save(self, path: str | Path) -> None:
-        """Write the JSON file, under 64 KiB, whole or not at all."""
-        text, beside = self.to_json(), Path(f"{path}.partial")
-        assert len(text.encode()) < _MAX_FILE_BYTES, f"a shapes file of {len(text.encode())} bytes"
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
-
     @classmethod
     def load(cls, path: str | Path) -> Shapes:
-        """Read a file that `save` wrote. Raises: DataError naming the file."""
+        """Read a file of `to_json`'s text. Raises: DataError naming the file."""
         try:
             with open(path, "rb") as file:
                 data = file.read(_MAX_FILE_BYTES + 1)
@@ -216,7 +212,7 @@ def plan(
     row_length: int,
     max_buckets: int,
     window: int,
-    ids: np.ndarray | None = None,
+    name_of: Callable[[int], str] = str,
     rows: str = "packed",
     costs: Costs = ASSUMED,
     epochs: int = 1,
@@ -225,7 +221,7 @@ def plan(
 
     row_length: tokens of the largest bucket; 0: the longest document, or 2048 where there are that many tokens.
     max_buckets: at most so many; a further bucket must save more time in the epochs than it takes to capture.
-    window: documents packed together. ids: int [n], names for errors; left out: 0, 1, …. rows: "packed", or "single".
+    window: documents packed together. name_of: of the document at a place, for errors. rows: "packed", or "single".
     costs: predicted times. Raises: DataError naming a document that does not fit, or no documents; ConfigError for a
     row_length that is no multiple of 128.
     """
@@ -243,7 +239,9 @@ def plan(
     length = row_length or _least_length(lengths, rows)
     unit = TILE_TOKENS // math.gcd(TILE_TOKENS, block_size)  # N in these units makes N · block_size whole tiles
     largest = Bucket(length, search.round_up(int(anchor_counts.max()), unit))
-    check_fit(largest, np.arange(len(lengths)) if ids is None else np.asarray(ids), lengths, anchor_counts)
+    fix = f"set shapes.row_length={search.round_up(int(lengths.max()), TILE_TOKENS)} or more"
+    fix += ', or lower data.max_length with data.on_long = "truncate" or "drop"'
+    check_fit(largest, lengths, anchor_counts, name_of=name_of, fix=fix)
     problem = search.Problem(
         lengths,
         anchor_counts,

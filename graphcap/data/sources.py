@@ -12,16 +12,16 @@ import gzip
 import hashlib
 import json
 import re
+import shlex
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from graphcap.data.foreign import ACCEPTED, refuse_others
 from graphcap.data.templates import BadConversation
 from graphcap.errors import DataError
-
-ACCEPTED = ".jsonl, .jsonl.gz, .parquet, or hf:OWNER/NAME[:SPLIT]"
 
 # Row forms by the keys they need, in the order of preference: text is tokenised afresh wherever a row has any.
 FORMS = {
@@ -32,7 +32,6 @@ FORMS = {
 }
 _COLUMNS = {key for keys in FORMS.values() for key in keys} | {"tools", "system"}  # of a table; all others stay unread
 
-_PICKLES = (".pkl", ".pickle", ".pt", ".pth", ".bin")
 HUB_BYTES = 1 << 30  # a data set of the Hub is taken to be large: its commit tells what it is
 PACKED = 4  # of text in a byte of gzip, about
 _BATCH_ROWS = 64  # decoded at once from a parquet file
@@ -151,38 +150,14 @@ def _opened(path: str) -> BinaryIO:
 def file_rows(path: str, meter: Meter) -> Iterator[Row | BadLine]:
     """The rows of a file; it is opened when the first is asked for. Raises: DataError if it cannot be read."""
     with _opened(path) as file:
-        head = _read(path, lambda: file.peek(4)[:4])
-        _refuse_others(path, head)
-        if path.endswith(".parquet") or head == b"PAR1":
+        head = _read(path, lambda: file.peek(16)[:16])
+        refuse_others(path, head)
+        if path.endswith(".parquet") or head.startswith(b"PAR1"):
             yield from _parquet(path, file, meter)
         elif path.endswith(".gz") or head.startswith(b"\x1f\x8b"):
             yield from _jsonl(path, gzip.GzipFile(fileobj=file), meter)
         else:
             yield from _jsonl(path, file, meter)
-
-
-def _refuse_others(path: str, head: bytes) -> None:
-    """Raises: DataError for a pickle, by name or first bytes, and for archives."""
-    torch_file = head == b"PK\x03\x04"  # torch.save writes a zip around its pickle
-    if path.endswith(_PICKLES) or torch_file or head[:1] == b"\x80" and head[1:2] in (b"\2", b"\3", b"\4", b"\5"):
-        saved = torch_file or path.endswith((".pt", ".pth", ".bin"))
-        load = (
-            "import json, torch; rows = torch.load('FILE')"
-            if saved
-            else "import json, pickle; rows = pickle.load(open('FILE', 'rb'))"
-        )
-        raise DataError(
-            "data file",
-            path,
-            expected=ACCEPTED,
-            got="a zip or a pickle of torch" if saved else "a pickle",
-            cause="loading a pickle runs whatever code it holds, so graphcap never does",
-            fix=f'where you trust it, convert it: python -c "{load}; [print(json.dumps(row)) for row in rows]" > chats.jsonl',
-        )
-    archives = {b"\x28\xb5\x2f\xfd": ("zstd", "zstd -d"), b"BZh": ("bzip2", "bunzip2"), b"\xfd7zX": ("xz", "unxz")}
-    for begin, (name, unpack) in archives.items():
-        if head.startswith(begin):
-            raise DataError("data file", path, expected=ACCEPTED, got=f"a {name} archive", fix=f"unpack it: {unpack} FILE")
 
 
 def _read(path: str, step, *, behind: int = 0):
@@ -196,7 +171,7 @@ def _read(path: str, step, *, behind: int = 0):
             expected="a file that can be read to its end",
             got=f"an error behind line {behind}",
             cause=f"{type(error).__name__}: {error}",
-            fix="copy or download it again" + ("; gzip -t FILE checks it" if path.endswith(".gz") else ""),
+            fix="copy or download it again" + (f"; `gzip -t {shlex.quote(path)}` checks it" if path.endswith(".gz") else ""),
         ) from error
 
 
@@ -217,21 +192,30 @@ def _jsonl(path: str, file: BinaryIO, meter: Meter) -> Iterator[Row | BadLine]:
 
 def _object(raw: bytes, path: str, line: int) -> dict:
     """Parse one line; its null keys are left out. Raises: BadLine."""
-    array = "; of one JSON array make lines with jq -c '.[]' FILE > chats.jsonl" if raw.lstrip()[:1] == b"[" else ""
     try:
         row = json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         got = f"byte 0x{raw[error.start]:02x} at place {error.start + 1}"
         raise BadLine("invalid UTF-8", path, line, expected="UTF-8", got=got, fix="save it in UTF-8") from error
     except (ValueError, RecursionError) as error:
-        got = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
+        got = str(error)
+        if isinstance(error, json.JSONDecodeError):
+            got = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
+        array = _of_array(raw, path)
         fix = "mend or remove the line; each line is one whole conversation" + array
         fix += f"; a file of another kind has to become {ACCEPTED}" if line == 1 and not array else ""
         raise BadLine("broken JSON", path, line, expected="one JSON object", got=got, fix=fix) from error
     if not isinstance(row, dict):
-        fix = 'write each line as {"messages": [{"role": …, "content": …}, …]}' + array
+        fix = 'write each line as {"messages": [{"role": …, "content": …}, …]}' + _of_array(raw, path)
         raise BadLine("not a JSON object", path, line, expected="a JSON object", got=type(row).__name__, fix=fix)
     return {key: value for key, value in row.items() if value is not None}
+
+
+def _of_array(raw: bytes, path: str) -> str:
+    """What to do about a line that begins a JSON array, or ""."""
+    if raw.lstrip()[:1] != b"[":
+        return ""
+    return f"; of one JSON array make lines with `jq -c '.[]' {shlex.quote(path)} > {shlex.quote(Path(path).name + '.jsonl')}`"
 
 
 def _parquet(path: str, file: BinaryIO, meter: Meter) -> Iterator[Row | BadLine]:

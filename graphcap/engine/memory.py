@@ -5,7 +5,7 @@ end of the backward, when every gradient is there. A graph's pool adds what the 
 most that is allocated; torch's allocator may hold a few percent more in parts of segments that it cannot give back.
 tests/cuda/test_memory.py holds it against a captured bucket.
 
-Called by layout.py, build.py, extract.py and shapes.py.
+Called by layout.py, room.py, extract.py and shapes.py.
 """
 
 import math
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from graphcap.data.planner import TILE_TOKENS, Bucket
 from graphcap.engine.guard import CHECKSUM_BYTES
-from graphcap.errors import ConfigError
 from graphcap.model.drafter import DrafterConfig
 
 WORKSPACE_BYTES = 96 << 20  # of cuBLAS, on the two streams that multiply
@@ -86,26 +85,6 @@ class Sizes:
             fitting = smaller
         return fitting
 
-    def check_fit(self, buckets: tuple[Bucket, ...], room_bytes: int | None) -> None:
-        """Raises: ConfigError if they need more than that, naming the one that needs most and the largest that fits.
-
-        room_bytes: None: nobody counts.
-        """
-        needed = self.needed_bytes(*buckets)
-        if room_bytes is None or needed <= room_bytes:
-            return
-        bucket = max(buckets, key=self.step_bytes)
-        fitting = self.largest_that_fits(bucket, room_bytes)
-        if fitting is None:
-            cause = f"target, drafter and optimizer alone take {gib(self.held_bytes())}"
-            fix = "use a larger GPU, a smaller target, or stored features (features.path)"
-        else:
-            cause = f"the largest bucket of as many anchors a token that fits is {fitting.name}"
-            fix = f"set shapes.row_length={fitting.length}" + ("" if self.checkpointing else " or drafter.checkpointing=true")
-        raise ConfigError(
-            "bucket", bucket.name, expected=f"at most {gib(room_bytes)} of GPU memory", got=gib(needed), cause=cause, fix=fix
-        )
-
     def _target_numbers(self, rows: int) -> int:
         """What one layer of the target's forward holds at most, beside its features."""
         return rows * (3 * self.target_intermediate + 4 * self.drafter.hidden_size) if self.target_intermediate else 0
@@ -125,6 +104,6 @@ def _whole_tiles(num_anchors: float, block_size: int) -> int:
     return max(unit, math.ceil(num_anchors / unit) * unit)
 
 
-def gib(num_bytes: int) -> str:
+def gib(num_bytes: int, digits: int = 2) -> str:
     """A size for people."""
-    return f"{num_bytes / 2**30:.2f} GiB"
+    return f"{num_bytes / 2**30:.{digits}f} GiB"

@@ -13,6 +13,7 @@ from torch import nn
 
 from graphcap.errors import ConfigError
 
+_MOST_SAID = 200  # characters of what transformers says
 MASK_NAMES = ("<|mask|>", "<|MASK|>", "<mask>", "[MASK]")
 
 
@@ -96,12 +97,16 @@ def reading(path: str, what: str):
             raise
         if "size mismatch" in str(error) or "mismatched" in str(error):
             raise no_target(path, ValueError("its tensors have other sizes than its config.json says")) from error
-        said = " ".join(str(error).split())[:200]
+        said = " ".join(str(error).split())[:_MOST_SAID]
         raise no_target(path, ValueError(f"{what} ({type(error).__name__}: {said})")) from error
 
 
 def no_target(path: str, error: Exception) -> ConfigError:
-    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    said = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(" .")
+    if said.endswith(":"):  # the next lines go on
+        said = " ".join(str(error).split())[:_MOST_SAID]
+    if Path(path).is_dir() and not (Path(path) / "config.json").exists():
+        said = "it has no config.json"
     pickles = sorted(file.name for file in Path(path).glob("*.bin")) if Path(path).is_dir() else []
     if pickles and not any(Path(path).glob("*.safetensors")):
         load, save = f"AutoModelForCausalLM.from_pretrained('{path}')", "save_pretrained('FOLDER')"
@@ -111,8 +116,8 @@ def no_target(path: str, error: Exception) -> ConfigError:
             expected="weights in safetensors",
             got=f"a pickle, {pickles[0]}, in '{path}'",
             cause="loading a pickle runs whatever code it holds, so graphcap never does",
-            fix=f'where you trust it, convert it: python -c "from transformers import *; {load}.{save}; '
-            f"AutoTokenizer.from_pretrained('{path}').{save}\"",
+            fix=f'where you trust it, convert it with `python -c "from transformers import *; {load}.{save}; '
+            f"AutoTokenizer.from_pretrained('{path}').{save}\"`",
         )
     kind = "a folder without it" if Path(path).is_dir() else "neither a folder nor a cached Hub name"
     return ConfigError(
@@ -120,7 +125,7 @@ def no_target(path: str, error: Exception) -> ConfigError:
         "target.path",
         expected="a causal language model of transformers with its tokenizer",
         got=f"'{path}' ({kind})",
-        cause=first_line.rstrip("."),
+        cause=said.rstrip("."),
         fix="read that code, then set target.trust_remote_code=true to run it, or use a target that transformers knows"
         if "trust_remote_code" in str(error)
         else "give the path of the target's folder (a relative path begins in the folder that graphcap runs in); where a Hub "

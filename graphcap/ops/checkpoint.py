@@ -172,10 +172,15 @@ def write_json(path: Path, document) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write `text` to `path` in UTF-8 so that a reader, or a kill at any point, finds the old file or the new one."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """The same for bytes. Raises: OSError; then nothing is left beside the old file."""
     path = Path(path)
     beside = path.with_name(f".{path.name}.{os.getpid()}.partial")  # two processes may write the same file
     try:
-        _write_synced(beside, text)
+        _write_synced(beside, data)
         beside.replace(path)
     except BaseException:
         beside.unlink(missing_ok=True)
@@ -266,9 +271,9 @@ def _remove(hidden: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
 
 
-def _write_synced(path: Path, text: str) -> None:
-    with open(path, "w", encoding="utf-8", newline="\n") as file:
-        file.write(text)
+def _write_synced(path: Path, content: str | bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
 

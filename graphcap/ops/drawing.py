@@ -4,11 +4,13 @@ Knows numbers only. Called by shapes.py.
 """
 
 import importlib.util
+import io
 from pathlib import Path
 
 import numpy as np
 
 from graphcap.errors import ConfigError
+from graphcap.ops.checkpoint import write_bytes
 
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 PICTURES = (".png", ".svg", ".pdf")
@@ -48,17 +50,17 @@ def bar(share: float, width: int) -> str:
 
 
 def check_picture(path: str | Path) -> None:
-    """Raises: ConfigError if `picture` could not draw into such a file: matplotlib is missing, or the name ends otherwise."""
+    """Raises: ConfigError if `picture` could not draw such a file: matplotlib is missing, or the name ends otherwise."""
     if importlib.util.find_spec("matplotlib") is None:
         fix = "pip install matplotlib (graphcap's extra `plot`), or leave --picture out"
         raise ConfigError("picture", path, expected="matplotlib", got="no such module", fix=fix)
-    if Path(path).suffix not in PICTURES or not Path(path).absolute().parent.is_dir():
-        expected = f"a path ending in {', '.join(PICTURES)}, in a folder that is there"
-        raise ConfigError("picture", path, expected=expected, got=f"'{path}'", fix="give another path")
+    if Path(path).suffix not in PICTURES:
+        got = f"'{Path(path).suffix}'" if Path(path).suffix else "no ending"
+        raise ConfigError("picture", path, expected=f"a name ending in {', '.join(PICTURES)}", got=got, fix="give another name")
 
 
 def picture(path: str | Path, lengths: np.ndarray, marks: dict[int, list[str]]) -> None:
-    """The same as an image file, if `check_picture` takes its path."""
+    """The same as an image file, whole or not at all, if `check_picture` takes its path. Raises: OSError."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -76,7 +78,9 @@ def picture(path: str | Path, lengths: np.ndarray, marks: dict[int, list[str]]) 
     for place, (length, texts) in enumerate(sorted(marks.items())):
         axes.axvline(length, color="C3", lw=1)
         axes.text(length, top * (0.98 - 0.07 * (place % 6)), "\n".join(texts), ha="right", va="top", fontsize=7, color="C3")
-    figure.savefig(path, dpi=150)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=150, format=Path(path).suffix[1:])
+    write_bytes(Path(path), drawn.getvalue())
 
 
 def _closed_above(lengths: np.ndarray, borders: np.ndarray) -> np.ndarray:

@@ -62,6 +62,7 @@ def assert_refused(place: Path, tmp_path: Path, overrides: list[str], words: lis
         (["drafter.block_size=256"], ["block", "256", "128"]),
         (["drafter.num_kv_heads=3"], ["num_kv_heads", "divisor of num_heads (4)"]),
         (["drafter.head_dim=7"], ["head_dim", "even"]),
+        (["shapes.memory_gib=0.05"], ["bucket '", "at most 0.05 GiB (shapes.memory_gib)"]),
         (["shapes.row_length=100"], ["'shapes.row_length'", "multiple of 128"]),
         (["data.held_out={place}/../{place.name}/a.jsonl"], ["'data.held_out'", "not trained on", "{place}/a.jsonl"]),
         (["data.held_out={place}/link.jsonl"], ["'data.held_out'", "not trained on", "{place}/link.jsonl"]),

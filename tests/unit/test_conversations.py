@@ -80,7 +80,7 @@ def test_bad_line_names_file_and_line_or_is_counted(tmp_path, raw):
 
 @pytest.mark.parametrize("on_bad_line", ["error", "skip"])
 def test_missing_file_and_folder_are_errors_always(tmp_path, on_bad_line):
-    for path, said in ((tmp_path / "none.jsonl", "no such file"), (tmp_path, "is a directory")):
+    for path, said in ((tmp_path / "none.jsonl", "no such file"), (tmp_path, "an empty folder")):
         with pytest.raises(DataError, match=said):
             list(read_conversations([path], on_bad_line=on_bad_line, dropped=Counter()))
 

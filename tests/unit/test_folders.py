@@ -182,11 +182,71 @@ def test_pickles_are_refused_with_a_command_that_writes_the_same_documents(tmp_p
     folder = features(tmp_path / "it's here", expected[:130], compressed=compressed)
     with pytest.raises(DataError, match="pickles of torch.*graphcap never does. Fix: ") as caught:
         load(folder, tokenizer)
-    command = str(caught.value).split("write out the tokens: ")[1].rstrip(".").replace("python", sys.executable, 1)
-    assert "weights_only=True" in command
-    ran = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert ran.returncode == 0, ran.stderr
+    assert "weights_only=True" in typed(str(caught.value), tmp_path)
     assert same(load(tmp_path / "tokens.jsonl", tokenizer).documents, expected[:130])
+
+
+@pytest.mark.parametrize("ending", [".ckpt", ".ckpt.gz"])
+def test_one_pickle_of_features_is_refused_with_a_command_that_writes_its_document(tmp_path, tokenizer, expected, ending):
+    folder = features(tmp_path / "it's here", expected[:1], compressed=ending == ".ckpt.gz")
+    path = folder / "rows_0-60" / f"data_0{ending}"
+    with pytest.raises(DataError, match="a pickle of torch.*graphcap never does. Fix: ") as caught:
+        load(path, tokenizer)
+    typed(str(caught.value), tmp_path)
+    assert same(load(tmp_path / f"data_0{ending}.jsonl", tokenizer).documents, expected[:1])
+
+
+def test_rows_that_torch_or_pickle_saved_are_written_out_by_the_printed_command(tmp_path, tokenizer):
+    import pickle
+
+    import torch
+
+    rows = [{"conversations": chat} for chat in CHATS]
+    torch.save(rows, tmp_path / "a.pt")
+    (tmp_path / "b.pkl").write_bytes(pickle.dumps(rows))
+    for name in ("a.pt", "b.pkl"):
+        with pytest.raises(DataError, match="never does. Fix: ") as caught:
+            load(tmp_path / name, tokenizer)
+        typed(str(caught.value), tmp_path)
+        assert [json.loads(line) for line in open(tmp_path / f"{name}.jsonl", encoding="utf-8")] == rows
+
+
+def test_a_file_of_a_prepared_folder_is_refused_with_the_folder_to_name(tmp_path, tokenizer, expected):
+    folders = speculators(tmp_path / "a", expected), specforge_cache(tmp_path / "b", expected)
+    files = [min(folders[0].glob("*.arrow")), min(folders[1].glob("*.pkl"))]
+    samples(tmp_path / "c", expected, batched=False)
+    files.append(min((tmp_path / "c").glob("*.safetensors")))
+    hidden = folders[0] / "hidden_states"
+    hidden.mkdir(exist_ok=True)
+    files.append(hidden / "hs_0.safetensors")
+    files[-1].write_bytes(files[2].read_bytes())
+    for file, kind in zip(files, ("an Arrow file", "an Arrow file", "a safetensors file", "a safetensors file"), strict=True):
+        with pytest.raises(DataError, match=f"{file.name}'.*got {kind}.*name its folder") as caught:
+            load(file, tokenizer)
+        folder = str(caught.value).split("name its folder, '")[1].removesuffix("'.")
+        assert same(load(folder, tokenizer).documents, expected)
+
+
+def test_an_arrow_file_alone_is_refused_with_a_command_that_writes_its_rows(tmp_path, tokenizer):
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    rows = [{"conversations": chat} for chat in CHATS]
+    table = pyarrow.Table.from_pylist(rows)
+    (tmp_path / "alone").mkdir()
+    for name, new in (("x.arrow", pyarrow.ipc.new_stream), ("y.arrow", pyarrow.ipc.new_file)):
+        with new(tmp_path / "alone" / name, table.schema) as writer:
+            writer.write_table(table)
+        with pytest.raises(DataError, match="got an Arrow file") as caught:
+            load(tmp_path / "alone" / name, tokenizer)
+        typed(str(caught.value), tmp_path)
+        assert [json.loads(line) for line in open(tmp_path / f"{name}.jsonl", encoding="utf-8")] == rows
+
+
+def typed(message: str, folder: Path) -> str:
+    """The command that a message has between backticks, after it ran in a folder as one types it."""
+    command = message.split("`")[1].replace("python", sys.executable, 1)
+    ran = subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, text=True, timeout=100)
+    assert ran.returncode == 0, ran.stderr
+    return command
 
 
 def test_old_features_of_speculators_are_pickles_too(tmp_path, tokenizer):
@@ -202,7 +262,9 @@ def test_folders_that_are_none_of_these_or_are_damaged_are_named(tmp_path, token
         assert str(tmp_path) in str(caught.value) and ". Fix: " in str(caught.value)
 
     (tmp_path / "none").mkdir()
-    refused(tmp_path / "none", "is a directory")
+    refused(tmp_path / "none", "got an empty folder")
+    (tmp_path / "none" / "read me").write_text("")
+    refused(tmp_path / "none", "a folder of other things; in it: read me")
     two = specforge_text(tmp_path / "two")
     (two / "ultrachat_train.jsonl").write_text("{}\n")
     refused(two, "2 files of conversations.*sharegpt_train.jsonl, ultrachat_train.jsonl.*name the files")

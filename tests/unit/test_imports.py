@@ -25,7 +25,7 @@ LAYERS = (
     ("model",),
     ("engine",),
     ("ops",),
-    ("build", "layout", "offline"),
+    ("build", "layout", "offline", "room"),
     VERBS,
     ("cli",),
     ("__main__",),

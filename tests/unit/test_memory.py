@@ -6,7 +6,6 @@ import pytest
 
 from graphcap.data.planner import Bucket
 from graphcap.engine.memory import ROUNDING, SEGMENT_BYTES, WORKSPACE_BYTES, Sizes
-from graphcap.errors import ConfigError
 from tests.toys import drafter_config, fresh_seed
 
 
@@ -79,18 +78,6 @@ def test_the_largest_that_fits_fits_and_the_next_does_not():
                 fitting.length + 128, max(16, -(-bucket.num_anchors * (fitting.length + 128) // bucket.length // 16) * 16)
             )
             assert one.needed_bytes(longer) > room
-
-
-def test_a_bucket_that_does_not_fit_is_refused_by_name():
-    one, bucket = sizes(), Bucket(4096, 512)
-    one.check_fit((bucket,), one.needed_bytes(bucket))
-    with pytest.raises(
-        ConfigError, match="bucket '4096/512'.*the largest bucket of as many anchors a token that fits is 3968/496.*"
-    ) as told:
-        one.check_fit((bucket,), one.needed_bytes(bucket) - 1)
-    assert "shapes.row_length=3968" in str(told.value)
-    with pytest.raises(ConfigError, match="target, drafter and optimizer alone take"):
-        one.check_fit((bucket,), 1000)
 
 
 def test_stored_features_lie_in_slots_and_staging_and_not_in_the_pool():
