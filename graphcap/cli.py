@@ -267,7 +267,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _stopped(options) -> int:
     go_on = {"train": "; the same command continues from the newest checkpoint", "extract": "; the same command continues"}
     nothing_to_go_on_with = options.verb == "train" and options.dry_run
-    print(f"graphcap: stopped on request{'' if nothing_to_go_on_with else go_on.get(options.verb, '')}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # the terminal may be what has gone
+        print(f"graphcap: stopped on request{'' if nothing_to_go_on_with else go_on.get(options.verb, '')}", file=sys.stderr)
     return 3
 
 
@@ -368,6 +369,7 @@ def _extract(options) -> int:
     out = options.check or options.out or recipe.features.path
     if not out:
         options.parser.error("--out FOLDER is missing; for example: graphcap extract runs/tiny.toml --out runs/out/features")
+    from graphcap.ops import stopping
     from graphcap.ops.progress import quiet_libraries, silence_transformers
 
     quiet_libraries(None)
@@ -379,7 +381,10 @@ def _extract(options) -> int:
             _say(line)
         _say("whole and sound")
     else:
-        extract.extract(recipe, out, continued=None, eager=options.eager, say=_say)
+        with stopping.asked_by_signals() as stop:
+            caller = extract.Caller(_say, None, stop.asked)
+            if not extract.extract(recipe, out, continued=None, eager=options.eager, caller=caller):
+                return _stopped(options)
     return 0
 
 

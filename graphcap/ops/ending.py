@@ -212,7 +212,7 @@ def headline(end: dict) -> str:
     where = ""
     if end["verdict"] == STOPPED and end["update"]:
         where = f" after update {end['finished']:,}"
-    elif end["update"] is not None:
+    elif end["update"] is not None and end["phase"] != "stopped":
         bucket = f", bucket {end['bucket']}" if "/" in (end["bucket"] or "") else ""
         where = f" at update {end['update']:,}{bucket}, {end['phase']}" if end["update"] else f" at {end['phase']}{bucket}"
     memory = f" · host memory {end['memory']['host_share']:.0%}" if end["memory"] and end["verdict"] == DEAD else ""

@@ -1,7 +1,10 @@
 """`graphcap extract` and training from its folder, through the command line, on the tiny target."""
 
 import json
+import os
 import shutil
+import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -10,17 +13,43 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from graphcap import build, cli
+from graphcap import build, cli, config
 from graphcap.data.features import HEADER_BYTES, FeatureStore
-from graphcap.ops import checkpoint, rank
+from graphcap.ops import checkpoint, ending, rank
 from graphcap.ops.features import FeatureFolder, FeatureWriter
+from graphcap.ops.launch import Supervisor
 from graphcap.ops.progress import read_metrics, without_clock
+from graphcap.ops.stopping import Stop
 
 SMALL = (
     *("optimizer.max_updates=2", "optimizer.rows_per_update=2", "optimizer.epochs=1", "eval.every=1", "checkpoint.every=1"),
     *("eval.documents=3", "eval.prompts=1", "eval.passes=1", "eval.max_new_tokens=4", "shapes.row_length=256"),
     *("shapes.max_buckets=2", "run.threads=1", "run.device=cpu", "features.shard_bytes=10000000"),
 )
+
+# A rank that has its supervisor asked for a stop while it writes features, and goes on once that has come back to it.
+STOPPED_RANK = """
+import os, signal, sys, time
+from graphcap import cli
+from graphcap.ops.features import FeatureWriter
+from graphcap.ops.rank import Rank
+
+add, stop_asked, added = FeatureWriter.add, Rank.stop_asked, []
+
+def adding(self, *arguments):
+    add(self, *arguments)
+    added.append(1)
+    if len(added) == 3:
+        os.kill(int(os.environ["GRAPHCAP_SUPERVISOR"]), signal.SIGTERM)
+
+def once_asked(self):
+    while len(added) >= 3 and not stop_asked(self):
+        time.sleep(0.01)
+    return stop_asked(self)
+
+FeatureWriter.add, Rank.stop_asked = adding, once_asked
+sys.exit(cli.main(sys.argv[1:]))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +192,61 @@ def test_an_extract_that_is_interrupted_keeps_its_work_and_goes_on(small, stored
     assert again.shards[0] == kept.shards[0]
     for name in ("key", "digest", "crc32"):  # of the bits
         assert np.array_equal(whole._table[name], again._table[name])
+
+
+@pytest.mark.parametrize("numbers", [(signal.SIGTERM,), (signal.SIGHUP, signal.SIGHUP), (signal.SIGUSR1,), (signal.SIGINT,)])
+def test_a_signal_lets_extract_keep_its_work_and_go_on(numbers, small, stored, tmp_path, monkeypatch, capsys):
+    command, added, add = ["extract", *small, "--out", str(tmp_path / "store")], [], FeatureWriter.add
+
+    def signalled(self, *arguments):
+        add(self, *arguments)
+        added.append(arguments)
+        for number in numbers if len(added) == 5 else ():
+            os.kill(os.getpid(), number)
+
+    before = [signal.getsignal(number) for number in numbers]
+    with monkeypatch.context() as patch:
+        patch.setattr(FeatureWriter, "add", signalled)
+        assert cli.main(command) == 3
+    assert [signal.getsignal(number) for number in numbers] == before
+    assert "graphcap: stopped on request; the same command continues\n" in capsys.readouterr().err
+    kept = FeatureStore(tmp_path / "store")
+    assert 5 <= kept.num_documents == len(added) < FeatureStore(stored).num_documents
+    assert cli.main(command) == 0
+    whole, again = FeatureStore(stored), FeatureStore(tmp_path / "store")
+    assert again.shards[0] == kept.shards[0]
+    for name in ("key", "digest", "crc32"):  # of the bits
+        assert np.array_equal(whole._table[name], again._table[name])
+
+
+def test_a_second_request_or_one_before_there_is_anything_to_keep_ends_extract_at_once():
+    stop = Stop()
+    with pytest.raises(KeyboardInterrupt):
+        stop.ask(signal.SIGTERM, None)
+    stop = Stop()
+    assert not stop.asked()
+    stop.ask(signal.SIGHUP, None)
+    stop.ask(signal.SIGHUP, None)
+    assert stop.asked()
+    with pytest.raises(KeyboardInterrupt):
+        stop.ask(signal.SIGTERM, None)
+
+
+def test_a_run_that_is_stopped_while_it_computes_features_keeps_them_each_time(small, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.getcwd())
+    (tmp_path / "rank.py").write_text(STOPPED_RANK)
+    store = tmp_path / "store"
+    overrides = [*small[1:], f"run.out={tmp_path}", "run.name=run", f"features.path={store}", "features.missing=compute"]
+    recipe, counts = config.load_recipe(small[0], overrides), [0]
+    for _ in range(2):
+        program, told = (sys.executable, str(tmp_path / "rank.py")), []
+        supervisor = Supervisor(recipe, ["train", small[0], *overrides], told.append, program=program)
+        assert supervisor.run() == 3, told
+        counts.append(FeatureStore(store).num_documents)
+        end = ending.read(recipe.folder, ending.END)
+        assert ending.headline(end).startswith("stopped · on request (SIGTERM) · no checkpoint yet · continue: graphcap train ")
+        assert "stopped   before training; the same command goes on" in told
+    assert 3 <= counts[1] and counts[1] + 3 <= counts[2], counts
 
 
 def test_features_of_other_taps_another_dtype_or_another_target_are_refused(small, stored, tmp_path, capsys):
