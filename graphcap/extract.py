@@ -45,6 +45,7 @@ class Caller:
     say: Callable[[str], None]
     note: Callable[..., None] | None
     asked_to_stop: Callable[[], bool]  # called after each row
+    elsewhere: str  # what to type for another folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +101,7 @@ def extract(recipe: Recipe, out: str, *, continued: dict | None, eager: bool, ca
         rows = needed_rows(layout.schedule, layout.evaluation)
         documents = {False: layout.documents, True: layout.evaluation.documents}
         work = Work(missing_of(store, rows, documents[False], documents[True]), documents, layout.shapes.buckets)
-        _check_room(work, kind, folder.folder, recipe.features.shard_bytes, say)
+        _check_room(work, kind, folder.folder, recipe.features.shard_bytes, caller)
         if not work.rows:
             say(f"complete  {out} has every document of the recipe")
             return True
@@ -133,15 +134,15 @@ def _check_memory(needed: int, room: int | None) -> None:
         raise ConfigError("target", "of the recipe", expected=f"at most {gib(room)} of GPU memory", got=gib(needed), fix=fix)
 
 
-def _check_room(work: Work, kind: Kind, folder: Path, shard_bytes: int, say) -> None:
+def _check_room(work: Work, kind: Kind, folder: Path, shard_bytes: int, caller: Caller) -> None:
     """Say what the features will take, before anything large is loaded. Raises: CheckpointError if the disk has less."""
     size = needed_bytes(kind, num_documents=work.num_documents, num_tokens=work.num_tokens, shard_bytes=shard_bytes)
     free_bytes, layers = checkpoint.disk_free_bytes(folder), len(kind.target_layer_ids)
-    say(
+    caller.say(
         f"features  {work.num_tokens:,} tokens x {layers} layers x {kind.hidden_size:,} x {kind.host_dtype.itemsize} bytes: "
         f"{size:,} bytes on disk for {work.num_documents:,} documents; {free_bytes:,} are free"
     )
-    checkpoint.check_room(folder, size, fix="free space, give fewer documents, or another disk with --out FOLDER")
+    checkpoint.check_room(folder, size, fix=f"free space, give fewer documents, or another disk with {caller.elsewhere}")
 
 
 def _write(work: Work, target: Target, writer, *, eager: bool, caller: Caller) -> int:

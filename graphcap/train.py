@@ -61,7 +61,7 @@ def train(recipe: Recipe, *, rank: Rank, eager: bool = False, say=print) -> int:
         recorder.saved(continued["update"])
     if recipe.features.path and recipe.features.missing == "compute":
         recorder.note("extract")
-        caller = Caller(say, _extracting(recorder), rank.stop_asked)
+        caller = Caller(say, _extracting(recorder), rank.stop_asked, elsewhere="features.path=FOLDER")
         if not extract(recipe, recipe.features.path, continued=continued, eager=eager, caller=caller):
             say("stopped   before training; the same command goes on")
             recorder.note("stopped")

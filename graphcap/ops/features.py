@@ -7,6 +7,7 @@ into that state: it removes what a dead writer left, and takes shards that are m
 The format is data/features.py's. Called by extract.py and tools/bench_features.py. Loads no torch.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -29,7 +30,7 @@ from graphcap.data.features import (
     shard_fault,
     shard_header,
 )
-from graphcap.errors import ConfigError
+from graphcap.errors import ConfigError, DataError
 from graphcap.ops import checkpoint
 
 SHARD = re.compile(r"shard-(\d{5,})\.safetensors")
@@ -40,11 +41,17 @@ class FeatureFolder:
     """A store's folder that is this process's own to write until `close`."""
 
     def __init__(self, folder: Path) -> None:
-        """Make or take the folder. Raises: ConfigError if it holds something else, or if another process writes it."""
+        """Make or take the folder. Raises: ConfigError where it holds something else, or another process writes it."""
         self.folder = Path(folder)
-        if self.folder.exists() and not self.folder.is_dir():
-            raise self._taken("a file")
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            if self.folder.exists() and not self.folder.is_dir():
+                raise self._taken("a file")
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._take()
+        except OSError as error:
+            raise self._taken(f"one that cannot be made or written: {error.strerror or error}") from error
+
+    def _take(self) -> None:
         others = [name for name in os.listdir(self.folder) if not (name == ".lock" or PARTIAL.fullmatch(name))]
         if others and INDEX not in others:
             raise self._taken(f"one without {INDEX} that holds {min(others)}")
@@ -103,7 +110,7 @@ class FeatureFolder:
             self.folder,
             expected="a folder of features that nobody else writes, or none yet",
             got=got,
-            fix="choose another --out",
+            fix="choose another folder",
         )
 
 
@@ -119,24 +126,44 @@ class FeatureWriter:
         self._sealed: Shard | None = None  # complete, but not in the index yet
 
     def add(self, document_id: int, held_out: bool, token_ids: np.ndarray, features_TF: np.ndarray) -> None:
-        """Append a document. token_ids: int32 [T]. features_TF: [T, F] of `kind.host_dtype`. Raises: OSError."""
+        """Append a document. token_ids: int32 [T]. features_TF: [T, F] of `kind.host_dtype`.
+
+        Raises: DataError naming folder and shard where the file system refuses.
+        """
         assert features_TF.shape == (len(token_ids), self.kind.num_features) and features_TF.dtype == self.kind.host_dtype
-        if self._file is None:
-            self._file = open(self._partial, "wb", buffering=0)  # noqa: SIM115 - closed with the shard
-        packed = memoryview(np.ascontiguousarray(features_TF)).cast("B")
-        self._write(packed, self._end)
-        self._rows.append((document_id, digest_of(token_ids), len(token_ids), zlib.crc32(packed), held_out))
-        self._end += len(packed)
-        if self._end - HEADER_BYTES >= self._shard_bytes:
-            self._finish()
+        with self._refusals_told():
+            if self._file is None:
+                self._file = open(self._partial, "wb", buffering=0)  # noqa: SIM115 - closed with the shard
+            packed = memoryview(np.ascontiguousarray(features_TF)).cast("B")
+            self._write(packed, self._end)
+            self._rows.append((document_id, digest_of(token_ids), len(token_ids), zlib.crc32(packed), held_out))
+            self._end += len(packed)
+            if self._end - HEADER_BYTES >= self._shard_bytes:
+                self._finish()
 
     def close(self) -> None:
-        """Finish the shard under way, also after an error: what was computed is kept."""
-        if self._rows:
-            self._finish()
-        elif self._file is not None:
-            self._file.close()
-            self._partial.unlink(missing_ok=True)
+        """Finish the shard under way, also after an error: what was computed is kept. Raises: as `add`."""
+        with self._refusals_told():
+            if self._rows:
+                self._finish()
+            elif self._file is not None:
+                self._file.close()
+                self._partial.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _refusals_told(self):
+        try:
+            yield
+        except OSError as error:
+            folder, name = self._folder.folder, _following(self.shards)
+            raise DataError(
+                "features",
+                folder,
+                expected=f"a file system that takes {name}",
+                got=error.strerror or str(error),
+                cause=f"{checkpoint.disk_free_bytes(folder):,} bytes are free; the shards before it are intact",
+                fix="free space or mend the folder's rights, then give the same command again: it computes what is missing",
+            ) from error
 
     @property
     def _partial(self) -> Path:
@@ -168,8 +195,8 @@ class FeatureWriter:
         num_tokens = int(columns[2].sum())
         self._write(shard_header(self.kind, num_documents=len(self._rows), num_tokens=num_tokens), 0)
         end = HEADER_BYTES + num_tokens * self.kind.token_bytes  # not self._end: an interrupted `add` may not have raised it
+        self._file.truncate(end)  # half of a document whose writing failed lies behind: on a full disk, the only room there is
         self._write(packed, end)
-        self._file.truncate(end + len(packed))  # half of a document whose writing failed lies behind
         os.fsync(self._file.fileno())
         with open(self._partial, "rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()

@@ -154,7 +154,7 @@ def _watched(rank: Rank, claim: "runfolder.Claim | None", command: str):
         if isinstance(error, KeyboardInterrupt):
             code, reason = 3, "at once, on request"
             rank.recorder.note("stopped")
-        told = in_the_one_form(error)
+        told = in_the_one_form(error, again="continues from the newest checkpoint")
         text = str(told) if hasattr(told, "exit_code") else f"{type(error).__name__}: {error}".removesuffix(": ")
         rank.recorder.error(ending.hidden(text))
         raise

@@ -1,5 +1,6 @@
 """`graphcap extract` and training from its folder, through the command line, on the tiny target."""
 
+import errno
 import json
 import os
 import shutil
@@ -209,7 +210,7 @@ def test_a_signal_lets_extract_keep_its_work_and_go_on(numbers, small, stored, t
         patch.setattr(FeatureWriter, "add", signalled)
         assert cli.main(command) == 3
     assert [signal.getsignal(number) for number in numbers] == before
-    assert "graphcap: stopped on request; the same command continues\n" in capsys.readouterr().err
+    assert "graphcap: stopped on request; the same command continues with what is missing\n" in capsys.readouterr().err
     kept = FeatureStore(tmp_path / "store")
     assert 5 <= kept.num_documents == len(added) < FeatureStore(stored).num_documents
     assert cli.main(command) == 0
@@ -292,8 +293,38 @@ def test_a_disk_that_is_too_small_is_refused_before_the_target_is_loaded(small, 
 
     monkeypatch.setattr(checkpoint, "disk_free_bytes", lambda folder: 10**6)
     monkeypatch.setattr(extract, "load_model", lambda *arguments, **keywords: pytest.fail("the target was loaded"))
-    assert "1,000,000 bytes" in refused(capsys, "extract", *small, "--out", str(tmp_path / "store"))
-    assert not (tmp_path / "store").exists()
+    error = refused(capsys, "extract", *small, "--out", str(tmp_path / "store"))
+    assert "1,000,000 bytes" in error and "another disk with --out FOLDER" in error
+    train = ["train", "--here", *small, f"run.out={tmp_path}/out", f"features.path={tmp_path}/store"]
+    error = refused(capsys, *train, "features.missing=compute")
+    assert "1,000,000 bytes" in error and "another disk with features.path=FOLDER" in error and "--out" not in error
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_gets_full_is_told_with_folder_and_shard_and_what_was_computed_stays(small, tmp_path, capsys, monkeypatch):
+    out, written, pwrite = tmp_path / "store", [], os.pwrite
+
+    def full(*arguments):
+        if len(written) == 7:
+            written.append(0)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written.append(pwrite(*arguments))
+        return written[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        error = refused(capsys, "extract", *small, "--out", str(out))
+    assert f"features '{out}': expected a file system that takes shard-" in error and "No space left on device" in error
+    assert "bytes are free" in error and "checkpoint" not in error and "it computes what is missing" in error
+    assert FeatureStore(out).num_documents > 0
+    assert cli.main(["extract", *small, "--out", str(out)]) == 0
+
+
+@pytest.mark.parametrize("place", ["{file}/a", "/proc/aa"])
+def test_a_folder_that_cannot_be_made_is_refused(place, small, data, capsys):
+    out = place.format(file=data / "short.jsonl")
+    error = refused(capsys, "extract", *small, "--out", out)
+    assert f"features '{out}'" in error and "cannot be made" in error and "checkpoint" not in error
 
 
 def test_the_predicted_bytes_are_said_first_and_lie_on_disk_within_two_percent(small, tmp_path, capsys):
@@ -307,7 +338,15 @@ def test_the_predicted_bytes_are_said_first_and_lie_on_disk_within_two_percent(s
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["--check", "x", "runs/tiny.toml"], ["runs/tiny.toml"], ["runs/tiny.toml", "--out", "x", "--none"]]
+    "arguments",
+    [
+        [],
+        ["--check", "x", "runs/tiny.toml"],
+        ["runs/tiny.toml"],
+        ["runs/tiny.toml", "--out", "x", "--none"],
+        ["--check", "x", "--out", "y"],
+        ["--check", "x", "--eager"],
+    ],
 )
 def test_a_command_line_without_recipe_or_folder_is_refused(arguments, capsys):
     with pytest.raises(SystemExit) as end:
