@@ -103,7 +103,7 @@ def extract(recipe: Recipe, out: str, *, continued: dict | None, eager: bool, ca
         work = Work(missing_of(store, rows, documents[False], documents[True]), documents, layout.shapes.buckets)
         _check_room(work, kind, folder.folder, recipe.features.shard_bytes, caller)
         if not work.rows:
-            say(f"complete  {out} has every document of the recipe")
+            say(f"complete  {out} lists every document of the recipe; graphcap extract --check {out} reads their bytes")
             return True
         sizes = memory_of(recipe, skeleton, config, dtype, stored=False)
         _check_memory(sizes.extraction_bytes(layout.shapes.buckets[0]), room_bytes(recipe, device))

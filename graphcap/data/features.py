@@ -3,15 +3,18 @@
 A store is a folder:
     index.json                what the features are of, and every shard with its size and SHA-256; a hash of itself
     shard-00000.safetensors   `features` [tokens, L·D], documents laid end to end, and one entry a document in COLUMNS
+    .shard-00000….damaged     a mark: a reader found that shard damaged; the next writer computes it again
 Nothing of it is read without being checked: sizes and columns when the store is opened, a CRC-32 with every document, all
 bytes with `check_store`. bfloat16 is uint16 here, its bits: numpy has no such type. Safe to read from several threads.
 
 Written by ops/features.py. Called by data/prefetch.py, extract.py and offline.py. Loads no torch.
 """
 
+import contextlib
 import hashlib
 import json
 import os
+import shlex
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +64,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Shard:
-    """A finished shard as index.json lists it. first, last: words for its first and last document."""
+    """A finished shard as index.json lists it. first, last: words for the documents that were written first and last."""
 
     name: str
     bytes: int
@@ -130,10 +133,47 @@ def read_index(folder: Path) -> tuple[Kind, list[Shard]]:
     return kind, shards
 
 
-def shard_fault(folder: Path, shard: Shard) -> str:
+def shard_fault(folder: Path, kind: Kind, shard: Shard) -> str:
+    """'' where the shard is there in full, its columns right, and not marked; else what is wrong, in words.
+
+    Raises: DataError if the file system refuses to read it.
+    """
+    try:
+        _columns(folder, kind, 0, shard)
+    except DataError as error:
+        if isinstance(error.__cause__, OSError):
+            raise
+        return error.got
+    return ""
+
+
+def mark_name(name: str) -> str:
+    """Of the file that marks a shard as damaged."""
+    return f".{name}.damaged"
+
+
+def _mark(folder: Path, shard: Shard, fault: str) -> bool:
+    """Mark the shard that the index lists, and no later one of its name. False: this folder cannot be written to."""
+    try:
+        (folder / mark_name(shard.name)).write_text(f"{shard.sha256} {fault}\n", encoding="utf-8")
+    except OSError:
+        return False
+    return True
+
+
+def _marked(folder: Path, shard: Shard) -> str:
+    """'' or why the shard is marked, in words."""
+    try:
+        sha256, _, fault = (folder / mark_name(shard.name)).read_text(encoding="utf-8", errors="replace").partition(" ")
+    except OSError:
+        return ""
+    return f"found damaged before: {fault.strip()}" if sha256 == shard.sha256 else ""
+
+
+def _size_fault(folder: Path, shard: Shard) -> str:
     """'' where the shard's file is there in full, by its size; else what is wrong, in words."""
     try:
-        size_bytes = (Path(folder) / shard.name).stat().st_size
+        size_bytes = (folder / shard.name).stat().st_size
     except OSError as error:
         return "no such file" if isinstance(error, FileNotFoundError) else str(error)
     return "" if size_bytes == shard.bytes else f"{size_bytes:,} of {shard.bytes:,} bytes"
@@ -192,9 +232,10 @@ class FeatureStore:
         try:
             crc32 = _read_into(self.folder / shard.name, int(row["offset"]), memoryview(out_TF).cast("B"))
         except OSError as error:
-            raise _damaged(self.folder, shard, f"{error.strerror or error} at document {name}") from error
+            raise _damaged(self.folder, shard, f"{error.strerror or error} at document {name}", seen=False) from error
         if crc32 != row["crc32"]:
-            raise _damaged(self.folder, shard, f"other bytes for document {name}: its CRC-32 differs")
+            fault = f"other bytes for document {name}: its CRC-32 differs"
+            raise _damaged(self.folder, shard, fault, seen=_mark(self.folder, shard, fault))
 
     def _place(self, document_id: int, held_out: bool) -> int | None:
         key = 2 * document_id + held_out
@@ -203,16 +244,25 @@ class FeatureStore:
 
 
 def check_store(folder: Path) -> None:
-    """Read every byte. Raises: DataError naming every shard that is missing, cut off or changed, and its damaged documents."""
+    """Read every byte, and mark what is damaged, so that the next writer computes it again.
+
+    Raises: DataError naming every shard that is missing, cut off or changed, and its damaged documents.
+    """
+    folder, wrong, seen = Path(folder), [], True
     kind, shards = read_index(folder)
-    wrong = [f"{shard.name} ({fault})" for shard in shards if (fault := _fault_within(Path(folder), kind, shard))]
+    for shard in shards:
+        if fault := _fault_within(folder, kind, shard):
+            wrong.append(f"{shard.name} ({fault})")
+            seen &= bool(_size_fault(folder, shard)) or _mark(folder, shard, fault)
+        else:
+            _unmark(folder, shard)
     if wrong:
         raise DataError(
             "features",
             folder,
             expected=f"{len(shards)} shards as they were written",
             got=f"damaged: {'; '.join(wrong)}",
-            fix="remove these files where they are there, then extract again: it computes what is missing",
+            fix=_repair(folder, "" if seen else "these files"),
         )
 
 
@@ -220,32 +270,36 @@ def _fault_within(folder: Path, kind: Kind, shard: Shard) -> str:
     """'' where every byte of a shard is as it was written; else its damaged documents or what is wrong, in words."""
     path = folder / shard.name
     try:
-        if fault := shard_fault(folder, shard):
-            return f"{fault}, of {shard.first} … {shard.last}"
+        if fault := _size_fault(folder, shard):
+            return f"{fault}, of {_extent(shard)}"
         with open(path, "rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() == shard.sha256:
                 return ""
-        columns, found = _columns(folder, kind, 0, shard), []
+        columns, found = _read_columns(folder, kind, 0, shard), []
         for key, num_tokens, offset, crc32 in zip(*(columns[name] for name in ("key", "num_tokens", "offset", "crc32"))):
             if _read_into(path, int(offset), memoryview(bytearray(int(num_tokens) * kind.token_bytes))) != crc32:
                 found.append(document_name(int(key) // 2, bool(key % 2)))
     except OSError as error:
         return error.strerror or str(error)
     except DataError:
-        return f"its columns, of {shard.first} … {shard.last}"
+        return f"its columns, of {_extent(shard)}"
     return ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "") or "outside its documents"
 
 
 def _columns(folder: Path, kind: Kind, number: int, shard: Shard) -> dict[str, np.ndarray]:
-    """The shard's columns, and where in it each document begins."""
-    fault = shard_fault(folder, shard)
+    """The shard's columns, and where in it each document begins. Raises: DataError where it is damaged or marked."""
+    fault = _size_fault(folder, shard) or _marked(folder, shard)
     if fault:
         raise _damaged(folder, shard, fault)
+    return _read_columns(folder, kind, number, shard)
+
+
+def _read_columns(folder: Path, kind: Kind, number: int, shard: Shard) -> dict[str, np.ndarray]:
     packed = bytearray(shard.num_documents * COLUMN_BYTES)
     try:
         crc32 = _read_into(folder / shard.name, shard.bytes - len(packed), memoryview(packed))
     except OSError as error:
-        raise _damaged(folder, shard, error.strerror or str(error)) from error
+        raise _damaged(folder, shard, error.strerror or str(error), seen=False) from error
     if crc32 != shard.columns_crc32:
         raise _damaged(folder, shard, "other bytes in its columns: their CRC-32 differs")
     columns, begin = {}, 0
@@ -263,14 +317,30 @@ def _columns(folder: Path, kind: Kind, number: int, shard: Shard) -> dict[str, n
     }
 
 
-def _damaged(folder: Path, shard: Shard, got: str) -> DataError:
+def _damaged(folder: Path, shard: Shard, got: str, *, seen: bool = True) -> DataError:
+    """seen: whether a writer sees it too, without reading every byte."""
+    name = folder / shard.name
     return DataError(
         "features",
-        folder / shard.name,
-        expected=f"its {shard.num_documents:,} documents ({shard.first} … {shard.last}) as they were written",
+        name,
+        expected=f"its {_extent(shard)}, unchanged",
         got=got,
-        fix=f"remove {shard.name} if it is there, then extract again: it computes what is missing",
+        fix=_repair(folder, "" if seen else shlex.quote(str(name))),
     )
+
+
+def _repair(folder: Path, first_remove: str) -> str:
+    again = f"graphcap extract RECIPE --out {shlex.quote(str(folder))} computes what is damaged again, and so does train with "
+    return (f"remove {first_remove}, then " if first_remove else "") + again + "features.missing=compute"
+
+
+def _extent(shard: Shard) -> str:
+    return f"{shard.num_documents:,} documents, {shard.first} written first and {shard.last} last"
+
+
+def _unmark(folder: Path, shard: Shard) -> None:
+    with contextlib.suppress(OSError):
+        (folder / mark_name(shard.name)).unlink()
 
 
 def _no_columns() -> dict[str, np.ndarray]:

@@ -2,7 +2,8 @@
 
 A shard is written under a hidden name, synced, and renamed; then index.json is replaced by one that lists it. So whatever
 kills the writer, the index lists whole shards only, and the next writer goes on behind them. `reopen` brings the folder
-into that state: it removes what a dead writer left, and takes shards that are missing or cut off out of the index.
+into that state: it removes what a dead writer left, and the shards that are damaged, as far as that can be seen without
+reading every byte: missing, cut off, other bytes in their columns, or marked by whoever has read them.
 
 The format is data/features.py's. Called by extract.py and tools/bench_features.py. Loads no torch.
 """
@@ -34,6 +35,7 @@ from graphcap.errors import ConfigError, DataError
 from graphcap.ops import checkpoint
 
 SHARD = re.compile(r"shard-(\d{5,})\.safetensors")
+MARK = re.compile(r"\.shard-\d{5,}\.safetensors\.damaged")
 PARTIAL = re.compile(r"\.(shard-\d{5,}\.safetensors|index\.json\.\d+)\.partial")
 
 
@@ -73,14 +75,16 @@ class FeatureFolder:
         if not (self.folder / INDEX).is_file():
             return []
         kind, shards = read_index(self.folder)
-        faults = {shard.name: fault for shard in shards if (fault := shard_fault(self.folder, shard))}
+        faults = {shard.name: fault for shard in shards if (fault := shard_fault(self.folder, kind, shard))}
         kept = [shard for shard in shards if shard.name not in faults]
-        if faults:
-            self._write_index(kind, kept)
         following = _following(shards)
         for name in sorted(set(filter(SHARD.fullmatch, os.listdir(self.folder))) - {shard.name for shard in kept}):
             if name not in faults and name != following:  # at most the one shard that a dead writer had not listed yet
                 raise self._taken(f"one with {name}, which its {INDEX} does not list")
+            (self.folder / name).unlink()
+        if faults:  # behind the files: one that the index did not list any more would look like somebody else's
+            self._write_index(kind, kept)
+        for name in filter(MARK.fullmatch, os.listdir(self.folder)):
             (self.folder / name).unlink()
         return [f"{name}: {fault}; its documents are computed again" for name, fault in faults.items()]
 

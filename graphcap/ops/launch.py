@@ -110,7 +110,7 @@ class Supervisor:
             hopeless = end["verdict"] != ending.DEAD or end["rank_exit_code"] == NOT_AGAIN
             if hopeless or self.asked or in_a_row > self.recipe.run.max_restarts:
                 return end | {"restarts": restarts, "asked": self.asked}
-            restarts.append(ending.headline(end).split(" · continue:")[0])
+            restarts.append(ending.what_happened(end))
             self._tell(f"restart   {in_a_row} of {self.recipe.run.max_restarts} without a new checkpoint: {restarts[-1]}")
 
     def _newest(self) -> Path | None:

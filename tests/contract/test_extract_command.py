@@ -169,7 +169,7 @@ def test_what_is_missing_is_refused_or_computed_and_kept_and_the_same_command_go
     assert lines_of(tmp_path / "run")[0]["loss"] == pytest.approx(lines_of(online)[0]["loss"], rel=1e-4)  # other rows
     capsys.readouterr()
     assert cli.main(["extract", *small, "--out", str(out)]) == 0
-    assert "has every document of the recipe" in capsys.readouterr().out
+    assert f"lists every document of the recipe; graphcap extract --check {out} reads their bytes" in capsys.readouterr().out
 
 
 def test_an_extract_that_is_interrupted_keeps_its_work_and_goes_on(small, stored, tmp_path, monkeypatch, capsys):
@@ -277,15 +277,34 @@ def test_damage_is_refused_before_training_or_ends_it_by_name_and_extract_mends_
     flipped = bytearray(whole)
     flipped[HEADER_BYTES + 5] ^= 4
     (store / shard.name).write_bytes(flipped)
-    assert f"{shard.name} ({shard.first})" in refused(capsys, "extract", "--check", str(store))
     error = refused(capsys, *train)
     assert shard.name in error and f"document {shard.first}:" in error
+    assert f"{shard.name} ({shard.first})" in refused(capsys, "extract", "--check", str(store))
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("loader")] == []
-    (store / shard.name).unlink()
+    assert f"graphcap extract RECIPE --out {store} computes" in error
+    assert "found damaged before" in refused(capsys, *train)
     assert cli.main(["extract", *small, "--out", str(store)]) == 0
+    assert f"given up  {shard.name}: found damaged before: " in capsys.readouterr().out
     assert cli.main(["extract", "--check", str(store)]) == 0
     assert "whole and sound" in capsys.readouterr().out
     assert cli.main(train) == 0 and same(tmp_path / "run", online)
+
+
+@pytest.mark.parametrize("place", [HEADER_BYTES + 5, -1])
+def test_a_run_that_computes_what_is_missing_computes_what_is_damaged_too(place, small, stored, online, tmp_path, capsys):
+    store = Path(shutil.copytree(stored, tmp_path / "store"))
+    shard = FeatureStore(store).shards[0]
+    flipped = bytearray((store / shard.name).read_bytes())
+    flipped[place] ^= 4
+    (store / shard.name).write_bytes(flipped)
+    train = ["train", "--here", *small, f"run.out={tmp_path}", "run.name=run", f"features.path={store}"]
+    train += ["features.missing=compute"]
+    if place >= 0:
+        assert "its CRC-32 differs" in refused(capsys, *train)
+        end = ending.headline(ending.read(tmp_path / "run", ending.END))
+        assert " · then continue: graphcap train " in end and f"graphcap extract RECIPE --out {store} computes" in end
+    assert cli.main(train) == 0 and same(tmp_path / "run", online)
+    assert cli.main(["extract", "--check", str(store)]) == 0
 
 
 def test_a_disk_that_is_too_small_is_refused_before_the_target_is_loaded(small, tmp_path, capsys, monkeypatch):
