@@ -39,7 +39,8 @@ EXTRACT_EXAMPLE = """example:
   graphcap train runs/tiny.toml features.path=runs/out/features
   graphcap extract --check runs/out/features
 
-Takes the recipe that training will take. Started again, the same command computes only what the folder lacks."""
+Takes the recipe that training will take. Started again, the same command computes only what the folder lacks, and what was
+found damaged."""
 
 
 SHAPES_EXAMPLE = """example:
@@ -170,7 +171,9 @@ def _add_extract(verbs) -> None:
     extract.add_argument("overrides", metavar="section.key=value", nargs="*", help="override a key of the recipe")
     extract.add_argument("--out", metavar="FOLDER", help="the folder to make or to complete; features.path of the recipe")
     extract.add_argument("--eager", action="store_true", help="launch the target from Python instead of replaying CUDA graphs")
-    extract.add_argument("--check", metavar="FOLDER", help="read every byte of such a folder and say whether it is whole")
+    extract.add_argument(
+        "--check", metavar="FOLDER", help="read every byte of such a folder, say whether it is whole, and mark what is not"
+    )
     extract.set_defaults(run=_extract, parser=extract)
 
 

@@ -89,7 +89,7 @@ def extract(recipe: Recipe, out: str, *, continued: dict | None, eager: bool, ca
     folder = FeatureFolder(Path(out))
     with closing(folder):
         for line in folder.reopen():
-            say(f"given up  {line}")
+            say(line)
         store = FeatureStore(out) if (folder.folder / INDEX).is_file() else None
         hidden_size = skeleton.config.get_text_config().hidden_size
         unnamed = {"name": recipe.target.path, "commit": "", "fingerprint": ""}  # of a target that is not loaded yet

@@ -4,7 +4,8 @@ A store is a folder:
     index.json                what the features are of, and every shard with its size and SHA-256; a hash of itself
     shard-00000.safetensors   `features` [tokens, L·D], documents laid end to end, and one entry a document in COLUMNS
     .shard-00000….damaged     a mark: a reader found that shard damaged; the next writer computes it again
-Nothing of it is read without being checked: sizes and columns when the store is opened, a CRC-32 with every document, all
+A shard says in its header what index.json says of it, so that a lost index can be written anew (ops/reindex.py).
+Nothing is read without being checked: sizes and columns when the store is opened, a CRC-32 with every document, all
 bytes with `check_store`. bfloat16 is uint16 here, its bits: numpy has no such type. Safe to read from several threads.
 
 Written by ops/features.py. Called by data/prefetch.py, extract.py and offline.py. Loads no torch.
@@ -23,7 +24,7 @@ import numpy as np
 
 from graphcap.errors import DataError
 
-VERSION, INDEX = 1, "index.json"
+VERSION, INDEX, FORMAT = 1, "index.json", "graphcap features 1"
 HEADER_BYTES = 1024  # of a shard: safetensors lets the header be padded, so it can be written last
 CHUNK_BYTES = 1 << 18  # read and checked while it is in the cache
 DTYPES = {"float32": ("F32", np.dtype("<f4")), "bfloat16": ("BF16", np.dtype("<u2"))}  # safetensors' name, ours
@@ -92,17 +93,28 @@ def needed_bytes(kind: Kind, *, num_documents: int, num_tokens: int, shard_bytes
     return data + min(num_documents, 1 + data // shard_bytes) * (HEADER_BYTES + 300) + 500
 
 
-def shard_header(kind: Kind, *, num_documents: int, num_tokens: int) -> bytes:
-    """The first HEADER_BYTES of a shard: safetensors' header, padded with spaces."""
-    tensors, end = {"__metadata__": {"format": "graphcap features 1"}}, 0
+def shard_header(kind: Kind, *, num_tokens: int, columns: bytes) -> bytes:
+    """The first HEADER_BYTES of a shard: safetensors' header, padded with spaces. columns: its bytes, column by column.
+
+    The metadata have the kind, which only ops/reindex.py reads; left out where the target's name is too long for it.
+    """
+    said = json.dumps(vars(kind), ensure_ascii=False)
+    metadata = {"format": FORMAT, "kind": said, "crc32": str(zlib.crc32(columns, zlib.crc32(said.encode())))}
+    text = _header_text(metadata, kind, num_documents=len(columns) // COLUMN_BYTES, num_tokens=num_tokens)
+    if len(text) > HEADER_BYTES - 8:
+        text = _header_text({"format": FORMAT}, kind, num_documents=len(columns) // COLUMN_BYTES, num_tokens=num_tokens)
+    assert len(text) <= HEADER_BYTES - 8, f"a header of {len(text)} bytes"
+    return (HEADER_BYTES - 8).to_bytes(8, "little") + text.ljust(HEADER_BYTES - 8)
+
+
+def _header_text(metadata: dict[str, str], kind: Kind, *, num_documents: int, num_tokens: int) -> bytes:
+    tensors, end = {"__metadata__": metadata}, 0
     sized = {"features": (DTYPES[kind.dtype], [num_tokens, kind.num_features])}
     sized |= {name: (column, [num_documents]) for name, column in COLUMNS.items()}
     for name, ((code, dtype), shape) in sized.items():
         begin, end = end, end + dtype.itemsize * int(np.prod(shape))
         tensors[name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(tensors).encode()
-    assert len(text) <= HEADER_BYTES - 8, f"a header of {len(text)} bytes"
-    return (HEADER_BYTES - 8).to_bytes(8, "little") + text.ljust(HEADER_BYTES - 8)
+    return json.dumps(tensors, ensure_ascii=False).encode()
 
 
 def index_text(kind: Kind, shards: list[Shard]) -> str:
@@ -114,7 +126,7 @@ def index_text(kind: Kind, shards: list[Shard]) -> str:
 
 
 def read_index(folder: Path) -> tuple[Kind, list[Shard]]:
-    """What a store holds, by its index.json. Raises: DataError if there is none, or if it is damaged."""
+    """What a store holds, by its index.json. Raises: DataError if it cannot be read; IndexLost if it is missing or damaged."""
     path = Path(folder) / INDEX
     try:
         text = path.read_text(encoding="utf-8")
@@ -122,15 +134,34 @@ def read_index(folder: Path) -> tuple[Kind, list[Shard]]:
         version = document.pop("version")
         shards = [Shard(**shard) for shard in document.pop("shards")]
         del document["sha256"]
-        kind = Kind(**{**document, "target_layer_ids": tuple(document["target_layer_ids"])})
+        kind = kind_from(document)
+    except FileNotFoundError as error:
+        raise _lost(folder, f"no {INDEX}") if has_shards(folder) else _unreadable(folder, f"no {INDEX}") from error
     except OSError as error:
         raise _unreadable(folder, error.strerror or str(error)) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _unreadable(folder, f"a damaged {INDEX} ({type(error).__name__}: {error})") from error
+        raise _lost(folder, f"a damaged one ({type(error).__name__}: {error})") from error
+    if version != VERSION and _hash_holds(text):
+        raise _unreadable(folder, f"one of version {version}")
     if version != VERSION or index_text(kind, shards) != text:
-        got = f"one of version {version}" if version != VERSION else f"a changed {INDEX}: its hash differs"
-        raise _unreadable(folder, got)
+        raise _lost(folder, "a changed one: its hash differs")
     return kind, shards
+
+
+def kind_from(document: dict) -> Kind:
+    """The kind whose fields a JSON document has. Raises: TypeError, KeyError where it has not."""
+    return Kind(**{**document, "target_layer_ids": tuple(document["target_layer_ids"])})
+
+
+def has_shards(folder: Path) -> bool:
+    """Whether there is any file with a shard's name."""
+    return any(Path(folder).glob("shard-*.safetensors"))
+
+
+def _hash_holds(text: str) -> bool:
+    """Whether an index.json of any version is as it was written."""
+    whole, _, stated = text.rpartition(', "sha256": "')
+    return hashlib.sha256(f"{whole}}}".encode()).hexdigest() == stated[:64]
 
 
 def shard_fault(folder: Path, kind: Kind, shard: Shard) -> str:
@@ -275,15 +306,21 @@ def _fault_within(folder: Path, kind: Kind, shard: Shard) -> str:
         with open(path, "rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() == shard.sha256:
                 return ""
-        columns, found = _read_columns(folder, kind, 0, shard), []
-        for key, num_tokens, offset, crc32 in zip(*(columns[name] for name in ("key", "num_tokens", "offset", "crc32"))):
-            if _read_into(path, int(offset), memoryview(bytearray(int(num_tokens) * kind.token_bytes))) != crc32:
-                found.append(document_name(int(key) // 2, bool(key % 2)))
+        found = damaged_documents(folder, kind, shard)
     except OSError as error:
         return error.strerror or str(error)
     except DataError:
         return f"its columns, of {_extent(shard)}"
     return ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "") or "outside its documents"
+
+
+def damaged_documents(folder: Path, kind: Kind, shard: Shard) -> list[str]:
+    """Names of a shard's documents whose features have another CRC-32. Raises: DataError for damaged columns; OSError."""
+    columns, found = _read_columns(folder, kind, 0, shard), []
+    for key, num_tokens, offset, crc32 in zip(*(columns[name] for name in ("key", "num_tokens", "offset", "crc32"))):
+        if _read_into(folder / shard.name, int(offset), memoryview(bytearray(int(num_tokens) * kind.token_bytes))) != crc32:
+            found.append(document_name(int(key) // 2, bool(key % 2)))
+    return found
 
 
 def _columns(folder: Path, kind: Kind, number: int, shard: Shard) -> dict[str, np.ndarray]:
@@ -302,10 +339,7 @@ def _read_columns(folder: Path, kind: Kind, number: int, shard: Shard) -> dict[s
         raise _damaged(folder, shard, error.strerror or str(error), seen=False) from error
     if crc32 != shard.columns_crc32:
         raise _damaged(folder, shard, "other bytes in its columns: their CRC-32 differs")
-    columns, begin = {}, 0
-    for name, (_, dtype) in COLUMNS.items():
-        columns[name] = np.frombuffer(packed, dtype, shard.num_documents, begin)
-        begin += columns[name].nbytes
+    columns = split_columns(packed, num_documents=shard.num_documents)
     ends = np.cumsum(columns["num_tokens"], dtype=np.int64)
     return {
         "key": 2 * columns["document_id"] + columns["held_out"],
@@ -317,6 +351,15 @@ def _read_columns(folder: Path, kind: Kind, number: int, shard: Shard) -> dict[s
     }
 
 
+def split_columns(packed: bytes, *, num_documents: int) -> dict[str, np.ndarray]:
+    """A shard's columns, each [num_documents], of their bytes."""
+    columns, begin = {}, 0
+    for name, (_, dtype) in COLUMNS.items():
+        columns[name] = np.frombuffer(packed, dtype, num_documents, begin)
+        begin += columns[name].nbytes
+    return columns
+
+
 def _damaged(folder: Path, shard: Shard, got: str, *, seen: bool = True) -> DataError:
     """seen: whether a writer sees it too, without reading every byte."""
     name = folder / shard.name
@@ -326,6 +369,21 @@ def _damaged(folder: Path, shard: Shard, got: str, *, seen: bool = True) -> Data
         expected=f"its {_extent(shard)}, unchanged",
         got=got,
         fix=_repair(folder, "" if seen else shlex.quote(str(name))),
+    )
+
+
+class IndexLost(DataError):
+    """An index.json that a writer makes anew from the shards."""
+
+
+def _lost(folder: Path, got: str) -> IndexLost:
+    return IndexLost(
+        "features",
+        folder,
+        expected=f"an {INDEX} as it was written",
+        got=got,
+        fix=f"graphcap extract RECIPE --out {shlex.quote(str(folder))} writes it anew from the shards, and so does train with "
+        "features.missing=compute",
     )
 
 

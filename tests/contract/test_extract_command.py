@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from graphcap import build, cli, config
-from graphcap.data.features import HEADER_BYTES, FeatureStore
+from graphcap.data.features import HEADER_BYTES, INDEX, FeatureStore
 from graphcap.ops import checkpoint, ending, rank
 from graphcap.ops.features import FeatureFolder, FeatureWriter
 from graphcap.ops.launch import Supervisor
@@ -288,6 +288,22 @@ def test_damage_is_refused_before_training_or_ends_it_by_name_and_extract_mends_
     assert cli.main(["extract", "--check", str(store)]) == 0
     assert "whole and sound" in capsys.readouterr().out
     assert cli.main(train) == 0 and same(tmp_path / "run", online)
+
+
+def test_a_lost_index_is_refused_by_name_and_written_anew_by_extract_or_by_a_run_that_computes(
+    small, stored, online, tmp_path, capsys
+):
+    store = Path(shutil.copytree(stored, tmp_path / "store"))
+    train = ["train", "--here", *small, f"run.out={tmp_path}", "run.name=run", f"features.path={store}"]
+    whole = (store / INDEX).read_text()
+    (store / INDEX).write_text(whole.replace("0", "1", 1))
+    for arguments in (train, ["extract", "--check", str(store)]):
+        assert f"graphcap extract RECIPE --out {store} writes it anew" in refused(capsys, *arguments)
+    assert cli.main(["extract", *small, "--out", str(store)]) == 0
+    assert f"{INDEX} is written anew from {len(FeatureStore(store).shards)} shards" in capsys.readouterr().out
+    assert (store / INDEX).read_text() == whole
+    (store / INDEX).unlink()
+    assert cli.main([*train, "features.missing=compute"]) == 0 and same(tmp_path / "run", online)
 
 
 @pytest.mark.parametrize("place", [HEADER_BYTES + 5, -1])

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -184,6 +185,85 @@ def test_a_shard_that_the_file_system_refuses_to_read_is_not_removed(stored, mon
     assert {path.name for path in folder.iterdir()} == {".lock", INDEX, *(shard.name for shard in shards)}
 
 
+def index_damages(text: str):
+    """Ways to lose index.json: None is none at all."""
+    place = text.index(TARGET["fingerprint"])
+    return (None, "", "[]", text[: len(text) // 2], text[:place] + "1" + text[place + 1 :], text.replace(": 1,", ": 3,", 1))
+
+
+def test_an_index_that_is_lost_is_written_anew_from_the_shards_as_it_was(stored):
+    folder, documents, _ = stored
+    before = (folder / INDEX).read_text()
+    kind, shards = features.read_index(folder)
+    for text in index_damages(before):
+        if text is None:
+            (folder / INDEX).unlink()
+        else:
+            (folder / INDEX).write_text(text)
+        for reader in (FeatureStore, features.check_store):
+            with pytest.raises(features.IndexLost, match=f"graphcap extract RECIPE --out {folder} writes it anew"):
+                reader(folder)
+        place = FeatureFolder(folder)
+        (line,) = place.reopen()
+        place.close()
+        assert f"{INDEX} is written anew from {len(shards)} shards" in line and (folder / INDEX).read_text() == before
+    features.check_store(folder)
+    assert damaged(FeatureStore(folder), documents) == {}
+
+
+def test_with_an_index_that_is_lost_a_flipped_bit_anywhere_costs_its_shard_only(stored):
+    folder, documents, rng = stored
+    kind, shards = features.read_index(folder)
+    for turn in range(40):
+        shard = rng.choice(shards)
+        place = rng.randrange(8, 600) if turn % 2 else rng.randrange(shard.bytes)
+        whole = (folder / shard.name).read_bytes()
+        (folder / shard.name).write_bytes(whole[:place] + bytes([whole[place] ^ (1 << rng.randrange(8))]) + whole[place + 1 :])
+        (folder / INDEX).unlink()
+        try:
+            write(folder, kind, documents)
+        except DataError as error:  # in the few bytes that say whose file it is, or that there is more to read
+            assert f"got {shard.name}, w" in str(error) and {path.name for path in folder.glob("shard-*")} == {
+                one.name for one in shards
+            }
+            (folder / shard.name).unlink()
+            write(folder, kind, documents)
+        store = FeatureStore(folder)
+        features.check_store(folder)
+        assert damaged(store, documents) == {} and store.num_documents == 30
+        assert len(set(shards) - set(store.shards)) <= 1  # 0: the last one, whose number is given again
+        shards = store.shards
+
+
+def test_an_index_that_the_shards_cannot_give_is_refused_and_nothing_is_removed(stored, tmp_path):
+    folder, documents, _ = stored
+    kind = Kind(TARGET | {"name": "n" * 500}, (1, 3), 5, "bfloat16")  # too long for a header
+    write(tmp_path / "long", kind, documents)
+    (tmp_path / "long" / INDEX).unlink()
+    shutil.copytree(folder, tmp_path / "foreign")
+    (tmp_path / "foreign" / INDEX).unlink()
+    (tmp_path / "foreign" / "shard-00001.safetensors").write_bytes(b"mine" * 1000)
+    shutil.copytree(folder, tmp_path / "later")
+    text = index_text_of_version_2(tmp_path / "later")
+    (tmp_path / "later" / INDEX).write_text(text)
+    for name, words in (
+        ("long", "shard-00000.safetensors, whose header does not say"),
+        ("foreign", "shard-00001.safetensors, which is no shard"),
+        ("later", "version 2"),
+    ):
+        before = {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+        with pytest.raises(DataError, match=words):
+            write(tmp_path / name, kind, documents)
+        assert {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} == before
+
+
+def index_text_of_version_2(folder: Path) -> str:
+    kind, shards = features.read_index(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(features, "VERSION", 2)
+        return features.index_text(kind, shards)
+
+
 def test_a_truncated_and_a_missing_shard_are_named_and_only_their_documents_are_written_again(stored):
     folder, documents, rng = stored
     kind, shards = features.read_index(folder)
@@ -355,6 +435,24 @@ def test_killed_while_damaged_shards_are_given_up_the_next_writer_goes_on(tmp_pa
         if not killed:
             break
     assert 10 < at < 99
+
+
+def test_killed_while_the_index_is_written_anew_the_next_writer_goes_on(tmp_path, monkeypatch):
+    kind, kills = kind_of("bfloat16"), Kills(monkeypatch)
+    documents = random_documents(kind, random.Random(fresh_seed()), 9)
+    for at in range(100):
+        folder = tmp_path / str(at)
+        write(folder, kind, documents)
+        shard = FeatureStore(folder).shards[0]
+        flip(folder / shard.name, features.HEADER_BYTES)
+        (folder / INDEX).write_text("lost")
+        killed = kills.run(lambda folder=folder: write(folder, kind, documents), at=at)
+        write(folder, kind, documents)
+        features.check_store(folder)
+        assert damaged(FeatureStore(folder), documents) == {}
+        if not killed:
+            break
+    assert 6 < at < 99
 
 
 def test_interrupted_after_every_call_that_changes_the_disk_close_keeps_what_was_added(tmp_path, monkeypatch):
