@@ -198,7 +198,7 @@ def _marked(folder: Path, shard: Shard) -> str:
         sha256, _, fault = (folder / mark_name(shard.name)).read_text(encoding="utf-8", errors="replace").partition(" ")
     except OSError:
         return ""
-    return f"found damaged before: {fault.strip()}" if sha256 == shard.sha256 else ""
+    return f"damage found before: {fault.strip()}" if sha256 == shard.sha256 else ""
 
 
 def _size_fault(folder: Path, shard: Shard) -> str:
@@ -388,7 +388,7 @@ def _lost(folder: Path, got: str) -> IndexLost:
 
 
 def _repair(folder: Path, first_remove: str) -> str:
-    again = f"graphcap extract RECIPE --out {shlex.quote(str(folder))} computes what is damaged again, and so does train with "
+    again = f"graphcap extract RECIPE --out {shlex.quote(str(folder))} computes what is damaged anew, and so does train with "
     return (f"remove {first_remove}, then " if first_remove else "") + again + "features.missing=compute"
 
 

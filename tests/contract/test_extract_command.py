@@ -282,9 +282,9 @@ def test_damage_is_refused_before_training_or_ends_it_by_name_and_extract_mends_
     assert f"{shard.name} ({shard.first})" in refused(capsys, "extract", "--check", str(store))
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("loader")] == []
     assert f"graphcap extract RECIPE --out {store} computes" in error
-    assert "found damaged before" in refused(capsys, *train)
+    assert "damage found before" in refused(capsys, *train)
     assert cli.main(["extract", *small, "--out", str(store)]) == 0
-    assert f"given up  {shard.name}: found damaged before: " in capsys.readouterr().out
+    assert f"given up  {shard.name}: damage found before: " in capsys.readouterr().out
     assert cli.main(["extract", "--check", str(store)]) == 0
     assert "whole and sound" in capsys.readouterr().out
     assert cli.main(train) == 0 and same(tmp_path / "run", online)

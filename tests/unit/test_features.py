@@ -146,12 +146,12 @@ def test_any_damage_that_was_found_is_computed_again_by_the_next_writer_and_refu
     store = FeatureStore(folder)
     flip(folder / read_.name, features.HEADER_BYTES)
     assert len(damaged(store, documents)) == 1
-    with pytest.raises(DataError, match=f"{read_.name}.*found damaged before: other bytes for document {read_.first}"):
+    with pytest.raises(DataError, match=f"{read_.name}.*damage found before: other bytes for document {read_.first}"):
         FeatureStore(folder)
     for shard, place in places:
         if shard is not read_:
             flip(folder / shard.name, place)
-    with pytest.raises(DataError, match=f"graphcap extract RECIPE --out {folder} computes what is damaged again"):
+    with pytest.raises(DataError, match=f"graphcap extract RECIPE --out {folder} computes what is damaged anew"):
         features.check_store(folder)
     (folder / features.mark_name(stray.name)).write_text("0123 of another shard of this name\n")
     (folder / features.mark_name(header.name)).write_text(f"{header.sha256} outside\n")
