@@ -20,7 +20,6 @@ from graphcap.ops import checkpoint, ending, rank
 from graphcap.ops.features import FeatureFolder, FeatureWriter
 from graphcap.ops.launch import Supervisor
 from graphcap.ops.progress import read_metrics, without_clock
-from graphcap.ops.stopping import Stop
 
 SMALL = (
     *("optimizer.max_updates=2", "optimizer.rows_per_update=2", "optimizer.epochs=1", "eval.every=1", "checkpoint.every=1"),
@@ -218,19 +217,6 @@ def test_a_signal_lets_extract_keep_its_work_and_go_on(numbers, small, stored, t
     assert again.shards[0] == kept.shards[0]
     for name in ("key", "digest", "crc32"):  # of the bits
         assert np.array_equal(whole._table[name], again._table[name])
-
-
-def test_a_second_request_or_one_before_there_is_anything_to_keep_ends_extract_at_once():
-    stop = Stop()
-    with pytest.raises(KeyboardInterrupt):
-        stop.ask(signal.SIGTERM, None)
-    stop = Stop()
-    assert not stop.asked()
-    stop.ask(signal.SIGHUP, None)
-    stop.ask(signal.SIGHUP, None)
-    assert stop.asked()
-    with pytest.raises(KeyboardInterrupt):
-        stop.ask(signal.SIGTERM, None)
 
 
 def test_a_run_that_is_stopped_while_it_computes_features_keeps_them_each_time(small, tmp_path, monkeypatch):
