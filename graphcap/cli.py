@@ -12,6 +12,8 @@ from graphcap import __version__
 from graphcap.errors import GraphcapError, in_the_one_form
 
 NOTE = "loads the target, plans the rows, trains, then decodes; the time left is shown once training runs"
+# What the same command does another time.
+AGAIN = {"train": "continues from the newest checkpoint", "extract": "continues with what is missing"}
 TRAIN_EXAMPLE = """example:
   graphcap train runs/tiny.toml
   graphcap train runs/tiny.toml optimizer.epochs=2 run.name=short
@@ -37,7 +39,8 @@ EXTRACT_EXAMPLE = """example:
   graphcap train runs/tiny.toml features.path=runs/out/features
   graphcap extract --check runs/out/features
 
-Takes the recipe that training will take. Started again, the same command computes only what the folder lacks."""
+Takes the recipe that training will take. Started again, the same command computes only what the folder lacks, and what was
+found damaged."""
 
 
 SHAPES_EXAMPLE = """example:
@@ -169,7 +172,9 @@ def _add_extract(verbs) -> None:
     extract.add_argument("overrides", metavar="section.key=value", nargs="*", help="override a key of the recipe")
     extract.add_argument("--out", metavar="FOLDER", help="the folder to make or to complete; features.path of the recipe")
     extract.add_argument("--eager", action="store_true", help="launch the target from Python instead of replaying CUDA graphs")
-    extract.add_argument("--check", metavar="FOLDER", help="read every byte of such a folder and say whether it is whole")
+    extract.add_argument(
+        "--check", metavar="FOLDER", help="read every byte of such a folder, say whether it is whole, and mark what is not"
+    )
     extract.set_defaults(run=_extract, parser=extract)
 
 
@@ -258,7 +263,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (OSError, MemoryError, RuntimeError) as error:
         if isinstance(error.__cause__, KeyboardInterrupt):  # Python 3.11 wraps one that comes while a class is made
             return _stopped(options)
-        told = in_the_one_form(error)
+        told = in_the_one_form(error, again=AGAIN.get(options.verb, ""))
         if told is error:
             raise
         print(f"graphcap: {told}", file=sys.stderr)
@@ -266,9 +271,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _stopped(options) -> int:
-    go_on = {"train": "; the same command continues from the newest checkpoint", "extract": "; the same command continues"}
-    nothing_to_go_on_with = options.verb == "train" and options.dry_run
-    print(f"graphcap: stopped on request{'' if nothing_to_go_on_with else go_on.get(options.verb, '')}", file=sys.stderr)
+    again = "" if options.verb == "train" and options.dry_run else AGAIN.get(options.verb, "")
+    with contextlib.suppress(OSError):  # the terminal may be what has gone
+        print(f"graphcap: stopped on request{again and f'; the same command {again}'}", file=sys.stderr)
     return 3
 
 
@@ -363,12 +368,15 @@ def _export(options) -> int:
 def _extract(options) -> int:
     if (options.check is None) == (options.recipe is None):
         options.parser.error("give RECIPE, or --check FOLDER; for example: graphcap extract runs/tiny.toml --out FOLDER")
+    if options.check is not None and (options.out is not None or options.eager):
+        options.parser.error("--check reads the folder it names; --out and --eager belong to RECIPE")
     from graphcap import config
 
     recipe = config.load_recipe(options.recipe, options.overrides) if options.check is None else None
     out = options.check or options.out or recipe.features.path
     if not out:
         options.parser.error("--out FOLDER is missing; for example: graphcap extract runs/tiny.toml --out runs/out/features")
+    from graphcap.ops import stopping
     from graphcap.ops.progress import quiet_libraries, silence_transformers
 
     quiet_libraries(None)
@@ -380,7 +388,10 @@ def _extract(options) -> int:
             _say(line)
         _say("whole and sound")
     else:
-        extract.extract(recipe, out, continued=None, eager=options.eager, say=_say)
+        with stopping.asked_by_signals() as stop:
+            caller = extract.Caller(_say, None, stop.asked, elsewhere="--out FOLDER")
+            if not extract.extract(recipe, out, continued=None, eager=options.eager, caller=caller):
+                return _stopped(options)
     return 0
 
 

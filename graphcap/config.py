@@ -122,7 +122,7 @@ class Features:
     )
     missing: str = key(
         "refuse",
-        "documents that path lacks: stop, or load the target before training, compute them and keep them there",
+        "documents that path lacks or has damaged: stop, or load the target before training, compute them and keep them there",
         resume="free",
         choices=("refuse", "compute"),
     )

@@ -52,15 +52,15 @@ def _restored(kind: type, args: tuple, parts: dict) -> GraphcapError:
     return error
 
 
-def in_the_one_form(error: BaseException) -> BaseException:
-    """What a file system or the memory refused, in the one form; any other error as it is."""
+def in_the_one_form(error: BaseException, *, again: str) -> BaseException:
+    """What a file system or the memory refused, in the one form; any other error as it is. again: what it then does."""
     if isinstance(error, OSError):
         return GraphcapError(
             "file",
             error.filename or "being written",
             expected="a file system that takes it",
             got=error.strerror or str(error),
-            fix="free space or mend the rights, then give the same command again: it continues from the newest checkpoint",
+            fix=f"free space or mend the rights, then give the same command again{again and f': it {again}'}",
         )
     # By torch's words, which differ by device: this loads no torch.
     refused = isinstance(error, RuntimeError) and re.search("can't allocate memory|out of memory", str(error))

@@ -10,7 +10,7 @@ Calls: cli.py, train.py (for features.missing = "compute").
 import dataclasses
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +39,16 @@ from graphcap.versions import made_by
 
 
 @dataclasses.dataclass(frozen=True)
+class Caller:
+    """Who wants features. say: called with each line for people. note: called before everything that is launched, or None."""
+
+    say: Callable[[str], None]
+    note: Callable[..., None] | None
+    asked_to_stop: Callable[[], bool]  # called after each row
+    elsewhere: str  # what to type for another folder
+
+
+@dataclasses.dataclass(frozen=True)
 class Work:
     """What is to be computed: rows with the ids of the documents in them that are missing, and where documents are."""
 
@@ -55,13 +65,14 @@ class Work:
         return sum(len(self.documents[held_out][number].token_ids) for _, held_out, absent in self.rows for number in absent)
 
 
-def extract(recipe: Recipe, out: str, *, continued: dict | None, eager: bool, say, note=None) -> None:
-    """Write the features that the folder `out` lacks of the recipe's documents.
+def extract(recipe: Recipe, out: str, *, continued: dict | None, eager: bool, caller: Caller) -> bool:
+    """Write the features that the folder `out` lacks of the recipe's documents. False: stopped on request before the last.
 
     continued: the position of a run that goes on, whose plan lies in its folder, or None. eager: on a GPU, too, launch the
-    forward from Python. say: called with each line for people. note: called before everything that is launched.
-    Raises: GraphcapError for what the user must mend, before the target is loaded where that can be told before.
+    forward from Python. Raises: GraphcapError for what the user must mend, before the target is loaded where that can be told
+    before.
     """
+    say = caller.say
     use_deterministic_math()
     device, dtype = device_and_dtype(recipe.run.device, recipe.target.dtype)
     if device.type == "cuda":
@@ -74,11 +85,11 @@ def extract(recipe: Recipe, out: str, *, continued: dict | None, eager: bool, sa
     tokenizer = load_tokenizer(recipe.target.path, **where)
     skeleton = load_skeleton(recipe.target.path, **where)
     config, _ = configure_drafter(recipe, skeleton, tokenizer)
-    layout = lay_out(recipe, tokenizer, frame_of(skeleton, config), continued, say, note=_phases(note))
+    layout = lay_out(recipe, tokenizer, frame_of(skeleton, config), continued, say, note=_phases(caller.note))
     folder = FeatureFolder(Path(out))
     with closing(folder):
         for line in folder.reopen():
-            say(f"given up  {line}")
+            say(line)
         store = FeatureStore(out) if (folder.folder / INDEX).is_file() else None
         hidden_size = skeleton.config.get_text_config().hidden_size
         unnamed = {"name": recipe.target.path, "commit": "", "fingerprint": ""}  # of a target that is not loaded yet
@@ -90,10 +101,10 @@ def extract(recipe: Recipe, out: str, *, continued: dict | None, eager: bool, sa
         rows = needed_rows(layout.schedule, layout.evaluation)
         documents = {False: layout.documents, True: layout.evaluation.documents}
         work = Work(missing_of(store, rows, documents[False], documents[True]), documents, layout.shapes.buckets)
-        _check_room(work, kind, folder.folder, recipe.features.shard_bytes, say)
+        _check_room(work, kind, folder.folder, recipe.features.shard_bytes, caller)
         if not work.rows:
-            say(f"complete  {out} has every document of the recipe")
-            return
+            say(f"complete  {out} lists every document of the recipe; graphcap extract --check {out} reads their bytes")
+            return True
         sizes = memory_of(recipe, skeleton, config, dtype, stored=False)
         _check_memory(sizes.extraction_bytes(layout.shapes.buckets[0]), room_bytes(recipe, device))
         target = Target(load_model(recipe.target.path, dtype=dtype, device=device, **where), config.target_layer_ids)
@@ -101,12 +112,14 @@ def extract(recipe: Recipe, out: str, *, continued: dict | None, eager: bool, sa
         say(f"target    {identity}, {dtype_name(dtype)} on {device.type}")
         kind = dataclasses.replace(kind, target=dataclasses.asdict(identity))
         with closing(folder.writer(kind, shard_bytes=recipe.features.shard_bytes)) as writer:
-            _write(work, target, writer, eager=eager, say=say, note=note)
+            num_written = _write(work, target, writer, eager=eager, caller=caller)
         del target
         gc.collect()  # a target and its hooks hold each other, and training in this process may need the memory
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    say(f"extracted {work.num_documents:,} documents to {out}")
+    complete = num_written == work.num_documents
+    say(f"extracted {num_written:,} {'' if complete else f'of {work.num_documents:,} '}documents to {out}")
+    return complete
 
 
 def _phases(note):
@@ -121,24 +134,24 @@ def _check_memory(needed: int, room: int | None) -> None:
         raise ConfigError("target", "of the recipe", expected=f"at most {gib(room)} of GPU memory", got=gib(needed), fix=fix)
 
 
-def _check_room(work: Work, kind: Kind, folder: Path, shard_bytes: int, say) -> None:
+def _check_room(work: Work, kind: Kind, folder: Path, shard_bytes: int, caller: Caller) -> None:
     """Say what the features will take, before anything large is loaded. Raises: CheckpointError if the disk has less."""
     size = needed_bytes(kind, num_documents=work.num_documents, num_tokens=work.num_tokens, shard_bytes=shard_bytes)
     free_bytes, layers = checkpoint.disk_free_bytes(folder), len(kind.target_layer_ids)
-    say(
+    caller.say(
         f"features  {work.num_tokens:,} tokens x {layers} layers x {kind.hidden_size:,} x {kind.host_dtype.itemsize} bytes: "
         f"{size:,} bytes on disk for {work.num_documents:,} documents; {free_bytes:,} are free"
     )
-    checkpoint.check_room(folder, size, fix="free space, give fewer documents, or another disk with --out FOLDER")
+    checkpoint.check_room(folder, size, fix=f"free space, give fewer documents, or another disk with {caller.elsewhere}")
 
 
-def _write(work: Work, target: Target, writer, *, eager: bool, say, note) -> None:
-    """Compute the rows and append their missing documents."""
+def _write(work: Work, target: Target, writer, *, eager: bool, caller: Caller) -> int:
+    """Compute the rows and append their missing documents, to the end or until a stop is asked for; returns how many."""
     step = FeatureStep(target, largest=max(bucket.length for bucket in work.buckets))
-    engine = Engine(step, work.buckets, note=note)
-    begin, num_bytes = time.monotonic(), 0
+    engine = Engine(step, work.buckets, note=caller.note)
+    begin, num_bytes, num_written = time.monotonic(), 0, 0
     with closing(engine), tqdm(total=work.num_tokens, unit=" tokens", unit_scale=True, disable=None) as bar:
-        engine.prepare(eager=eager, say=say)
+        engine.prepare(eager=eager, say=caller.say)
         for (row, held_out, absent), features_TF in _computed(engine, step, work):
             place, wanted = 0, set(absent)
             for number in row.document_ids:
@@ -147,10 +160,13 @@ def _write(work: Work, target: Target, writer, *, eager: bool, say, note) -> Non
                 place += len(token_ids)
                 if number in wanted:
                     writer.add(number, held_out, token_ids, part_TF)
-                    num_bytes += part_TF.nbytes
+                    num_bytes, num_written = num_bytes + part_TF.nbytes, num_written + 1
                     bar.update(len(token_ids))
+            if caller.asked_to_stop():
+                break
     took_s = max(time.monotonic() - begin, 1e-9)
-    say(f"wrote     {num_bytes / 1e9:.2f} GB in {took_s:.0f} s, {num_bytes / 1e9 / took_s:.2f} GB/s with compiling")
+    caller.say(f"wrote     {num_bytes / 1e9:.2f} GB in {took_s:.0f} s, {num_bytes / 1e9 / took_s:.2f} GB/s with compiling")
+    return num_written
 
 
 def _computed(engine: Engine, step: FeatureStep, work: Work) -> Iterator[tuple[tuple, np.ndarray]]:

@@ -20,13 +20,13 @@ from graphcap.engine.metrics import Fetch
 from graphcap.engine.step import RING
 from graphcap.errors import CheckpointError, TrainingError, closing
 from graphcap.eval import Prompts, at_dtype, measure, stop_ids_of
-from graphcap.extract import extract
+from graphcap.extract import Caller, extract
 from graphcap.model.loading import dtype_name
 from graphcap.model.sampling import Sampling
 from graphcap.ops import checkpoint, report, runfolder
 from graphcap.ops.export import CONFIG, WEIGHTS, config_document, read_drafter, weight_tensors
 from graphcap.ops.progress import MetricsLog, Progress, quiet_libraries, read_metrics
-from graphcap.ops.rank import Rank
+from graphcap.ops.rank import FEATURES, Rank
 from graphcap.ops.saver import Saver
 from graphcap.versions import environment
 
@@ -61,7 +61,11 @@ def train(recipe: Recipe, *, rank: Rank, eager: bool = False, say=print) -> int:
         recorder.saved(continued["update"])
     if recipe.features.path and recipe.features.missing == "compute":
         recorder.note("extract")
-        extract(recipe, recipe.features.path, continued=continued, eager=eager, say=say, note=_extracting(recorder))
+        caller = Caller(say, _extracting(recorder), rank.stop_asked, elsewhere="features.path=FOLDER")
+        if not extract(recipe, recipe.features.path, continued=continued, eager=eager, caller=caller):
+            say("stopped   before training; the same command goes on")
+            recorder.note("stopped")
+            return 3
     run = build(recipe, continued=continued, say=say, recorder=recorder)
     if continued is not None:
         check_position(run, newest, continued)
@@ -93,8 +97,9 @@ def train(recipe: Recipe, *, rank: Rank, eager: bool = False, say=print) -> int:
 
 
 def _extracting(recorder):
-    """For an engine that computes features before the run begins: its launches are one phase of the start."""
-    return lambda phase, *, bucket, launch=0: recorder.note("extract", bucket=bucket)
+    """For an engine that computes features before the run begins: two phases, by whether there are features to keep."""
+    phases = {"step": FEATURES, "replay": FEATURES}
+    return lambda phase, *, bucket, launch=0: recorder.note(phases.get(phase, "extract"), bucket=bucket)
 
 
 def _train(run: TrainingRun, rank: Rank, newest: Path | None, continued: dict | None, *, eager: bool, say) -> bool:

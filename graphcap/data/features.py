@@ -3,15 +3,19 @@
 A store is a folder:
     index.json                what the features are of, and every shard with its size and SHA-256; a hash of itself
     shard-00000.safetensors   `features` [tokens, L·D], documents laid end to end, and one entry a document in COLUMNS
-Nothing of it is read without being checked: sizes and columns when the store is opened, a CRC-32 with every document, all
+    .shard-00000….damaged     a mark: a reader found that shard damaged; the next writer computes it again
+A shard says in its header what index.json says of it, so that a lost index can be written anew (ops/reindex.py).
+Nothing is read without being checked: sizes and columns when the store is opened, a CRC-32 with every document, all
 bytes with `check_store`. bfloat16 is uint16 here, its bits: numpy has no such type. Safe to read from several threads.
 
 Written by ops/features.py. Called by data/prefetch.py, extract.py and offline.py. Loads no torch.
 """
 
+import contextlib
 import hashlib
 import json
 import os
+import shlex
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +24,7 @@ import numpy as np
 
 from graphcap.errors import DataError
 
-VERSION, INDEX = 1, "index.json"
+VERSION, INDEX, FORMAT = 1, "index.json", "graphcap features 1"
 HEADER_BYTES = 1024  # of a shard: safetensors lets the header be padded, so it can be written last
 CHUNK_BYTES = 1 << 18  # read and checked while it is in the cache
 DTYPES = {"float32": ("F32", np.dtype("<f4")), "bfloat16": ("BF16", np.dtype("<u2"))}  # safetensors' name, ours
@@ -61,7 +65,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Shard:
-    """A finished shard as index.json lists it. first, last: words for its first and last document."""
+    """A finished shard as index.json lists it. first, last: words for the documents that were written first and last."""
 
     name: str
     bytes: int
@@ -89,17 +93,28 @@ def needed_bytes(kind: Kind, *, num_documents: int, num_tokens: int, shard_bytes
     return data + min(num_documents, 1 + data // shard_bytes) * (HEADER_BYTES + 300) + 500
 
 
-def shard_header(kind: Kind, *, num_documents: int, num_tokens: int) -> bytes:
-    """The first HEADER_BYTES of a shard: safetensors' header, padded with spaces."""
-    tensors, end = {"__metadata__": {"format": "graphcap features 1"}}, 0
+def shard_header(kind: Kind, *, num_tokens: int, columns: bytes) -> bytes:
+    """The first HEADER_BYTES of a shard: safetensors' header, padded with spaces. columns: its bytes, column by column.
+
+    The metadata have the kind, which only ops/reindex.py reads; left out where the target's name is too long for it.
+    """
+    said = json.dumps(vars(kind), ensure_ascii=False)
+    metadata = {"format": FORMAT, "kind": said, "crc32": str(zlib.crc32(columns, zlib.crc32(said.encode())))}
+    text = _header_text(metadata, kind, num_documents=len(columns) // COLUMN_BYTES, num_tokens=num_tokens)
+    if len(text) > HEADER_BYTES - 8:
+        text = _header_text({"format": FORMAT}, kind, num_documents=len(columns) // COLUMN_BYTES, num_tokens=num_tokens)
+    assert len(text) <= HEADER_BYTES - 8, f"a header of {len(text)} bytes"
+    return (HEADER_BYTES - 8).to_bytes(8, "little") + text.ljust(HEADER_BYTES - 8)
+
+
+def _header_text(metadata: dict[str, str], kind: Kind, *, num_documents: int, num_tokens: int) -> bytes:
+    tensors, end = {"__metadata__": metadata}, 0
     sized = {"features": (DTYPES[kind.dtype], [num_tokens, kind.num_features])}
     sized |= {name: (column, [num_documents]) for name, column in COLUMNS.items()}
     for name, ((code, dtype), shape) in sized.items():
         begin, end = end, end + dtype.itemsize * int(np.prod(shape))
         tensors[name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(tensors).encode()
-    assert len(text) <= HEADER_BYTES - 8, f"a header of {len(text)} bytes"
-    return (HEADER_BYTES - 8).to_bytes(8, "little") + text.ljust(HEADER_BYTES - 8)
+    return json.dumps(tensors, ensure_ascii=False).encode()
 
 
 def index_text(kind: Kind, shards: list[Shard]) -> str:
@@ -111,7 +126,7 @@ def index_text(kind: Kind, shards: list[Shard]) -> str:
 
 
 def read_index(folder: Path) -> tuple[Kind, list[Shard]]:
-    """What a store holds, by its index.json. Raises: DataError if there is none, or if it is damaged."""
+    """What a store holds, by its index.json. Raises: DataError if it cannot be read; IndexLost if it is missing or damaged."""
     path = Path(folder) / INDEX
     try:
         text = path.read_text(encoding="utf-8")
@@ -119,21 +134,77 @@ def read_index(folder: Path) -> tuple[Kind, list[Shard]]:
         version = document.pop("version")
         shards = [Shard(**shard) for shard in document.pop("shards")]
         del document["sha256"]
-        kind = Kind(**{**document, "target_layer_ids": tuple(document["target_layer_ids"])})
+        kind = kind_from(document)
+    except FileNotFoundError as error:
+        raise _lost(folder, f"no {INDEX}") if has_shards(folder) else _unreadable(folder, f"no {INDEX}") from error
     except OSError as error:
         raise _unreadable(folder, error.strerror or str(error)) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _unreadable(folder, f"a damaged {INDEX} ({type(error).__name__}: {error})") from error
+        raise _lost(folder, f"a damaged one ({type(error).__name__}: {error})") from error
+    if version != VERSION and _hash_holds(text):
+        raise _unreadable(folder, f"one of version {version}")
     if version != VERSION or index_text(kind, shards) != text:
-        got = f"one of version {version}" if version != VERSION else f"a changed {INDEX}: its hash differs"
-        raise _unreadable(folder, got)
+        raise _lost(folder, "a changed one: its hash differs")
     return kind, shards
 
 
-def shard_fault(folder: Path, shard: Shard) -> str:
+def kind_from(document: dict) -> Kind:
+    """The kind whose fields a JSON document has. Raises: TypeError, KeyError where it has not."""
+    return Kind(**{**document, "target_layer_ids": tuple(document["target_layer_ids"])})
+
+
+def has_shards(folder: Path) -> bool:
+    """Whether there is any file with a shard's name."""
+    return any(Path(folder).glob("shard-*.safetensors"))
+
+
+def _hash_holds(text: str) -> bool:
+    """Whether an index.json of any version is as it was written."""
+    whole, _, stated = text.rpartition(', "sha256": "')
+    return hashlib.sha256(f"{whole}}}".encode()).hexdigest() == stated[:64]
+
+
+def shard_fault(folder: Path, kind: Kind, shard: Shard) -> str:
+    """'' where the shard is there in full, its columns right, and not marked; else what is wrong, in words.
+
+    Raises: DataError if the file system refuses to read it.
+    """
+    try:
+        _columns(folder, kind, 0, shard)
+    except DataError as error:
+        if isinstance(error.__cause__, OSError):
+            raise
+        return error.got
+    return ""
+
+
+def mark_name(name: str) -> str:
+    """Of the file that marks a shard as damaged."""
+    return f".{name}.damaged"
+
+
+def _mark(folder: Path, shard: Shard, fault: str) -> bool:
+    """Mark the shard that the index lists, and no later one of its name. False: this folder cannot be written to."""
+    try:
+        (folder / mark_name(shard.name)).write_text(f"{shard.sha256} {fault}\n", encoding="utf-8")
+    except OSError:
+        return False
+    return True
+
+
+def _marked(folder: Path, shard: Shard) -> str:
+    """'' or why the shard is marked, in words."""
+    try:
+        sha256, _, fault = (folder / mark_name(shard.name)).read_text(encoding="utf-8", errors="replace").partition(" ")
+    except OSError:
+        return ""
+    return f"damage found before: {fault.strip()}" if sha256 == shard.sha256 else ""
+
+
+def _size_fault(folder: Path, shard: Shard) -> str:
     """'' where the shard's file is there in full, by its size; else what is wrong, in words."""
     try:
-        size_bytes = (Path(folder) / shard.name).stat().st_size
+        size_bytes = (folder / shard.name).stat().st_size
     except OSError as error:
         return "no such file" if isinstance(error, FileNotFoundError) else str(error)
     return "" if size_bytes == shard.bytes else f"{size_bytes:,} of {shard.bytes:,} bytes"
@@ -192,9 +263,10 @@ class FeatureStore:
         try:
             crc32 = _read_into(self.folder / shard.name, int(row["offset"]), memoryview(out_TF).cast("B"))
         except OSError as error:
-            raise _damaged(self.folder, shard, f"{error.strerror or error} at document {name}") from error
+            raise _damaged(self.folder, shard, f"{error.strerror or error} at document {name}", seen=False) from error
         if crc32 != row["crc32"]:
-            raise _damaged(self.folder, shard, f"other bytes for document {name}: its CRC-32 differs")
+            fault = f"other bytes for document {name}: its CRC-32 differs"
+            raise _damaged(self.folder, shard, fault, seen=_mark(self.folder, shard, fault))
 
     def _place(self, document_id: int, held_out: bool) -> int | None:
         key = 2 * document_id + held_out
@@ -203,16 +275,25 @@ class FeatureStore:
 
 
 def check_store(folder: Path) -> None:
-    """Read every byte. Raises: DataError naming every shard that is missing, cut off or changed, and its damaged documents."""
+    """Read every byte, and mark what is damaged, so that the next writer computes it again.
+
+    Raises: DataError naming every shard that is missing, cut off or changed, and its damaged documents.
+    """
+    folder, wrong, seen = Path(folder), [], True
     kind, shards = read_index(folder)
-    wrong = [f"{shard.name} ({fault})" for shard in shards if (fault := _fault_within(Path(folder), kind, shard))]
+    for shard in shards:
+        if fault := _fault_within(folder, kind, shard):
+            wrong.append(f"{shard.name} ({fault})")
+            seen &= bool(_size_fault(folder, shard)) or _mark(folder, shard, fault)
+        else:
+            _unmark(folder, shard)
     if wrong:
         raise DataError(
             "features",
             folder,
             expected=f"{len(shards)} shards as they were written",
             got=f"damaged: {'; '.join(wrong)}",
-            fix="remove these files where they are there, then extract again: it computes what is missing",
+            fix=_repair(folder, "" if seen else "these files"),
         )
 
 
@@ -220,38 +301,45 @@ def _fault_within(folder: Path, kind: Kind, shard: Shard) -> str:
     """'' where every byte of a shard is as it was written; else its damaged documents or what is wrong, in words."""
     path = folder / shard.name
     try:
-        if fault := shard_fault(folder, shard):
-            return f"{fault}, of {shard.first} … {shard.last}"
+        if fault := _size_fault(folder, shard):
+            return f"{fault}, of {_extent(shard)}"
         with open(path, "rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() == shard.sha256:
                 return ""
-        columns, found = _columns(folder, kind, 0, shard), []
-        for key, num_tokens, offset, crc32 in zip(*(columns[name] for name in ("key", "num_tokens", "offset", "crc32"))):
-            if _read_into(path, int(offset), memoryview(bytearray(int(num_tokens) * kind.token_bytes))) != crc32:
-                found.append(document_name(int(key) // 2, bool(key % 2)))
+        found = damaged_documents(folder, kind, shard)
     except OSError as error:
         return error.strerror or str(error)
     except DataError:
-        return f"its columns, of {shard.first} … {shard.last}"
+        return f"its columns, of {_extent(shard)}"
     return ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "") or "outside its documents"
 
 
+def damaged_documents(folder: Path, kind: Kind, shard: Shard) -> list[str]:
+    """Names of a shard's documents whose features have another CRC-32. Raises: DataError for damaged columns; OSError."""
+    columns, found = _read_columns(folder, kind, 0, shard), []
+    for key, num_tokens, offset, crc32 in zip(*(columns[name] for name in ("key", "num_tokens", "offset", "crc32"))):
+        if _read_into(folder / shard.name, int(offset), memoryview(bytearray(int(num_tokens) * kind.token_bytes))) != crc32:
+            found.append(document_name(int(key) // 2, bool(key % 2)))
+    return found
+
+
 def _columns(folder: Path, kind: Kind, number: int, shard: Shard) -> dict[str, np.ndarray]:
-    """The shard's columns, and where in it each document begins."""
-    fault = shard_fault(folder, shard)
+    """The shard's columns, and where in it each document begins. Raises: DataError where it is damaged or marked."""
+    fault = _size_fault(folder, shard) or _marked(folder, shard)
     if fault:
         raise _damaged(folder, shard, fault)
+    return _read_columns(folder, kind, number, shard)
+
+
+def _read_columns(folder: Path, kind: Kind, number: int, shard: Shard) -> dict[str, np.ndarray]:
     packed = bytearray(shard.num_documents * COLUMN_BYTES)
     try:
         crc32 = _read_into(folder / shard.name, shard.bytes - len(packed), memoryview(packed))
     except OSError as error:
-        raise _damaged(folder, shard, error.strerror or str(error)) from error
+        raise _damaged(folder, shard, error.strerror or str(error), seen=False) from error
     if crc32 != shard.columns_crc32:
         raise _damaged(folder, shard, "other bytes in its columns: their CRC-32 differs")
-    columns, begin = {}, 0
-    for name, (_, dtype) in COLUMNS.items():
-        columns[name] = np.frombuffer(packed, dtype, shard.num_documents, begin)
-        begin += columns[name].nbytes
+    columns = split_columns(packed, num_documents=shard.num_documents)
     ends = np.cumsum(columns["num_tokens"], dtype=np.int64)
     return {
         "key": 2 * columns["document_id"] + columns["held_out"],
@@ -263,14 +351,54 @@ def _columns(folder: Path, kind: Kind, number: int, shard: Shard) -> dict[str, n
     }
 
 
-def _damaged(folder: Path, shard: Shard, got: str) -> DataError:
+def split_columns(packed: bytes, *, num_documents: int) -> dict[str, np.ndarray]:
+    """A shard's columns, each [num_documents], of their bytes."""
+    columns, begin = {}, 0
+    for name, (_, dtype) in COLUMNS.items():
+        columns[name] = np.frombuffer(packed, dtype, num_documents, begin)
+        begin += columns[name].nbytes
+    return columns
+
+
+def _damaged(folder: Path, shard: Shard, got: str, *, seen: bool = True) -> DataError:
+    """seen: whether a writer sees it too, without reading every byte."""
+    name = folder / shard.name
     return DataError(
         "features",
-        folder / shard.name,
-        expected=f"its {shard.num_documents:,} documents ({shard.first} … {shard.last}) as they were written",
+        name,
+        expected=f"its {_extent(shard)}, unchanged",
         got=got,
-        fix=f"remove {shard.name} if it is there, then extract again: it computes what is missing",
+        fix=_repair(folder, "" if seen else shlex.quote(str(name))),
     )
+
+
+class IndexLost(DataError):
+    """An index.json that a writer makes anew from the shards."""
+
+
+def _lost(folder: Path, got: str) -> IndexLost:
+    return IndexLost(
+        "features",
+        folder,
+        expected=f"an {INDEX} as it was written",
+        got=got,
+        fix=f"graphcap extract RECIPE --out {shlex.quote(str(folder))} writes it anew from the shards, and so does train with "
+        "features.missing=compute",
+    )
+
+
+def _repair(folder: Path, first_remove: str) -> str:
+    again = f"graphcap extract RECIPE --out {shlex.quote(str(folder))} computes what is damaged anew, and so does train with "
+    return (f"remove {first_remove}, then " if first_remove else "") + again + "features.missing=compute"
+
+
+def _extent(shard: Shard) -> str:
+    return f"{shard.num_documents:,} documents, {shard.first} written first and {shard.last} last"
+
+
+def _unmark(folder: Path, shard: Shard) -> None:
+    with contextlib.suppress(OSError):
+        (folder / mark_name(shard.name)).unlink()
 
 
 def _no_columns() -> dict[str, np.ndarray]:

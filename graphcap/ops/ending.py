@@ -205,6 +205,14 @@ def _sound(end: dict) -> bool:
 
 
 def headline(end: dict) -> str:
+    """The verdict in one line, and how to go on."""
+    if end["verdict"] == FINISHED:
+        return what_happened(end)
+    mended_first = "then " if end.get("rank_exit_code") == EXIT_CODES[REFUSED] else ""  # the cause says what to mend
+    return f"{what_happened(end)} · {mended_first}continue: {end['continue']}"
+
+
+def what_happened(end: dict) -> str:
     """The verdict in one line."""
     done = int(end["checkpoint"].removeprefix("update-").removesuffix(".old")) if end["checkpoint"] else 0
     if end["verdict"] == FINISHED:
@@ -212,7 +220,7 @@ def headline(end: dict) -> str:
     where = ""
     if end["verdict"] == STOPPED and end["update"]:
         where = f" after update {end['finished']:,}"
-    elif end["update"] is not None:
+    elif end["update"] is not None and end["phase"] != "stopped":
         bucket = f", bucket {end['bucket']}" if "/" in (end["bucket"] or "") else ""
         where = f" at update {end['update']:,}{bucket}, {end['phase']}" if end["update"] else f" at {end['phase']}{bucket}"
     memory = f" · host memory {end['memory']['host_share']:.0%}" if end["memory"] and end["verdict"] == DEAD else ""
@@ -220,7 +228,7 @@ def headline(end: dict) -> str:
     device = f" ({end['device']})" if end["device"] else ""
     who = f" · rank {end['rank']}{device}" if end["verdict"] == DEAD else ""
     cause = end["cause"].splitlines()[0] if end["cause"] else "ended"
-    return f"{end['verdict']}{who} · {cause}{where}{memory} · {kept} · continue: {end['continue']}"
+    return f"{end['verdict']}{who} · {cause}{where}{memory} · {kept}"
 
 
 def lines(end: dict) -> list[str]:

@@ -22,7 +22,8 @@ from graphcap.errors import ConfigError
 from graphcap.ops import blackbox, checkpoint, ending, faults, gpucore, records, runfolder, workers
 from graphcap.ops.blackbox import Flight
 from graphcap.ops.progress import Progress, while_there
-from graphcap.ops.rank import AFTER_TRAINING, BEFORE_TRAINING, NOT_AGAIN, command_of, on_end
+from graphcap.ops.rank import AFTER_TRAINING, BEFORE_TRAINING, NOT_AGAIN, SLOW, WRITING, command_of, on_end
+from graphcap.ops.stopping import ASK
 
 PROGRAM = (sys.executable, "-m", "graphcap")
 POLL_S = 0.1
@@ -31,7 +32,6 @@ STOP_WITHIN_S = 25.0  # a planned stop that takes longer becomes an end at once,
 SAVE_WITHIN_S = 600.0
 LEAVE_WITHIN_S = 30.0  # for a rank that has said it has finished, and for one that was killed
 SILENT_POLLS = 3  # in a row, until a rank is ended for its silence
-ASK = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class Supervisor:
@@ -110,7 +110,7 @@ class Supervisor:
             hopeless = end["verdict"] != ending.DEAD or end["rank_exit_code"] == NOT_AGAIN
             if hopeless or self.asked or in_a_row > self.recipe.run.max_restarts:
                 return end | {"restarts": restarts, "asked": self.asked}
-            restarts.append(ending.headline(end).split(" · continue:")[0])
+            restarts.append(ending.what_happened(end))
             self._tell(f"restart   {in_a_row} of {self.recipe.run.max_restarts} without a new checkpoint: {restarts[-1]}")
 
     def _newest(self) -> Path | None:
@@ -221,7 +221,7 @@ class Supervisor:
         if not self.asked:
             return
         training = flight is not None and flight.phase not in (*BEFORE_TRAINING, *AFTER_TRAINING)
-        limit_s = SAVE_WITHIN_S if flight is not None and flight.phase == "save" else STOP_WITHIN_S
+        limit_s = SAVE_WITHIN_S if flight is not None and flight.phase in WRITING else STOP_WITHIN_S
         late = time.monotonic() - self.asked_at > limit_s
         if len(self.asked) > 1 or late or not training:
             if flight is not None and flight.phase in ("finished", "stopped") and not self._leaves_late():
@@ -241,7 +241,7 @@ class Supervisor:
             self._end_rank(at_once=True)
             return
         run = self.recipe.run
-        seconds = run.start_deadline_s if flight.phase in (*BEFORE_TRAINING, *AFTER_TRAINING, "save") else run.deadline_s
+        seconds = run.start_deadline_s if flight.phase in SLOW else run.deadline_s
         self._silent_polls = self._silent_polls + 1 if seconds and flight.silent_s > seconds + workers.GRACE_S else 0
         if self._silent_polls >= SILENT_POLLS:
             self.cause = f"deadline: it began nothing for {flight.silent_s:.0f} s, being stopped or stuck in the kernel"

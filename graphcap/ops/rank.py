@@ -25,6 +25,9 @@ NOT_AGAIN = 4  # exit code of a rank, to its supervisor: another start would end
 SUPERVISOR = "GRAPHCAP_SUPERVISOR"  # variable that tells a rank its supervisor's process id
 BEFORE_TRAINING = ("start-up", "extract", "load target", "load data", "compile", "audit", "capture", "load state", "reserve")
 AFTER_TRAINING = ("decode", "finished", "stopped")
+FEATURES = "write features"  # where training computes what its features lack: a stop keeps them
+WRITING = ("save", FEATURES)
+SLOW = (*BEFORE_TRAINING, *AFTER_TRAINING, *WRITING)
 
 
 class Rank:
@@ -151,7 +154,7 @@ def _watched(rank: Rank, claim: "runfolder.Claim | None", command: str):
         if isinstance(error, KeyboardInterrupt):
             code, reason = 3, "at once, on request"
             rank.recorder.note("stopped")
-        told = in_the_one_form(error)
+        told = in_the_one_form(error, again="continues from the newest checkpoint")
         text = str(told) if hasattr(told, "exit_code") else f"{type(error).__name__}: {error}".removesuffix(": ")
         rank.recorder.error(ending.hidden(text))
         raise

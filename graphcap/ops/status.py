@@ -83,7 +83,7 @@ def _running(folder: Path, ranks: list[Flight], *, watched: bool, restarts: int)
     slowest = max(ranks, key=lambda flight: flight.silent_s)
     shown = first.shown or {}
     where = f"update {first.update:,}" + (f" of {shown['total']:,}" if "total" in shown else "")
-    slow = slowest.phase in (*rank.BEFORE_TRAINING, *rank.AFTER_TRAINING, "save")
+    slow = slowest.phase in rank.SLOW
     hangs = f" · rank {slowest.rank} has begun nothing for {silent:.0f} s" if silent > SILENT_S and not slow else ""
     alone = "" if watched else " · its supervisor is gone"
     again = f" · restart {restarts}" if restarts else ""

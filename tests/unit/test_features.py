@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +66,16 @@ def damaged(store: FeatureStore, documents) -> dict[tuple[int, bool], str]:
     return found
 
 
+def extent(shard: features.Shard) -> str:
+    return f"{shard.num_documents} documents, {shard.first} written first and {shard.last} last"
+
+
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
 @pytest.fixture
 def stored(tmp_path):
     """A store of 30 documents in several shards, and the documents."""
@@ -122,7 +133,133 @@ def test_a_flipped_bit_is_found_wherever_it_is_and_the_document_and_shard_are_na
             with pytest.raises(DataError, match=rf"{shard.name} \({name}\)"):
                 features.check_store(folder)
         path.write_bytes(before)
+        features.check_store(folder)  # and takes the mark away
+        assert [path.name for path in folder.iterdir() if path.name.endswith(".damaged")] == []
+
+
+def test_any_damage_that_was_found_is_computed_again_by_the_next_writer_and_refused_until_then(stored):
+    folder, documents, rng = stored
+    kind, shards = features.read_index(folder)
+    header, read_, checked, columns, stray = rng.sample(shards, 5)
+    places = ((header, 20), (read_, features.HEADER_BYTES), (checked, features.HEADER_BYTES), (columns, columns.bytes - 1))
+    store = FeatureStore(folder)
+    flip(folder / read_.name, features.HEADER_BYTES)
+    assert len(damaged(store, documents)) == 1
+    with pytest.raises(DataError, match=f"{read_.name}.*damage found before: other bytes for document {read_.first}"):
+        FeatureStore(folder)
+    for shard, place in places:
+        if shard is not read_:
+            flip(folder / shard.name, place)
+    with pytest.raises(DataError, match=f"graphcap extract RECIPE --out {folder} computes what is damaged anew"):
         features.check_store(folder)
+    (folder / features.mark_name(stray.name)).write_text("0123 of another shard of this name\n")
+    write(folder, kind, documents)
+    features.check_store(folder)
+    after = FeatureStore(folder)
+    assert damaged(after, documents) == {} and after.num_documents == 30
+    assert set(shards) - set(after.shards) == {header, read_, checked, columns}
+    assert not list(folder.glob(".*.damaged"))
+
+
+def test_a_folder_that_cannot_be_marked_has_the_damaged_shard_removed_by_hand(stored, monkeypatch):
+    folder, documents, _ = stored
+    store = FeatureStore(folder)
+    flip(folder / store.shards[0].name, features.HEADER_BYTES)
+    monkeypatch.setattr(Path, "write_text", lambda *arguments, **keywords: (_ for _ in ()).throw(PermissionError()))
+    (message,) = damaged(store, documents).values()
+    assert f"Fix: remove {folder / store.shards[0].name}, then graphcap extract RECIPE --out {folder} computes" in message
+
+
+def test_a_shard_that_the_file_system_refuses_to_read_is_not_removed(stored, monkeypatch):
+    folder, documents, _ = stored
+    kind, shards = features.read_index(folder)
+
+    def refused(*arguments):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", refused)
+    with pytest.raises(DataError, match="Input/output error"):
+        write(folder, kind, documents)
+    assert {path.name for path in folder.iterdir()} == {".lock", INDEX, *(shard.name for shard in shards)}
+
+
+def index_damages(text: str):
+    """Ways to lose index.json: None is none at all."""
+    place = text.index(TARGET["fingerprint"])
+    return (None, "", "[]", text[: len(text) // 2], text[:place] + "1" + text[place + 1 :], text.replace(": 1,", ": 3,", 1))
+
+
+def test_an_index_that_is_lost_is_written_anew_from_the_shards_as_it_was(stored):
+    folder, documents, _ = stored
+    before = (folder / INDEX).read_text()
+    kind, shards = features.read_index(folder)
+    for text in index_damages(before):
+        if text is None:
+            (folder / INDEX).unlink()
+        else:
+            (folder / INDEX).write_text(text)
+        for reader in (FeatureStore, features.check_store):
+            with pytest.raises(features.IndexLost, match=f"graphcap extract RECIPE --out {folder} writes it anew"):
+                reader(folder)
+        place = FeatureFolder(folder)
+        (line,) = place.reopen()
+        place.close()
+        assert f"{INDEX} is written anew from {len(shards)} shards" in line and (folder / INDEX).read_text() == before
+    features.check_store(folder)
+    assert damaged(FeatureStore(folder), documents) == {}
+
+
+def test_with_an_index_that_is_lost_a_flipped_bit_anywhere_costs_its_shard_only(stored):
+    folder, documents, rng = stored
+    kind, shards = features.read_index(folder)
+    for turn in range(40):
+        shard = rng.choice(shards)
+        place = rng.randrange(8, 600) if turn % 2 else rng.randrange(shard.bytes)
+        whole = (folder / shard.name).read_bytes()
+        (folder / shard.name).write_bytes(whole[:place] + bytes([whole[place] ^ (1 << rng.randrange(8))]) + whole[place + 1 :])
+        (folder / INDEX).unlink()
+        try:
+            write(folder, kind, documents)
+        except DataError as error:  # in the few bytes that say whose file it is, or that there is more to read
+            assert f"got {shard.name}, w" in str(error) and {path.name for path in folder.glob("shard-*")} == {
+                one.name for one in shards
+            }
+            (folder / shard.name).unlink()
+            write(folder, kind, documents)
+        store = FeatureStore(folder)
+        features.check_store(folder)
+        assert damaged(store, documents) == {} and store.num_documents == 30
+        assert len(set(shards) - set(store.shards)) <= 1  # 0: the last one, whose number is given again
+        shards = store.shards
+
+
+def test_an_index_that_the_shards_cannot_give_is_refused_and_nothing_is_removed(stored, tmp_path):
+    folder, documents, _ = stored
+    kind = Kind(TARGET | {"name": "n" * 500}, (1, 3), 5, "bfloat16")  # too long for a header
+    write(tmp_path / "long", kind, documents)
+    (tmp_path / "long" / INDEX).unlink()
+    shutil.copytree(folder, tmp_path / "foreign")
+    (tmp_path / "foreign" / INDEX).unlink()
+    (tmp_path / "foreign" / "shard-00001.safetensors").write_bytes(b"mine" * 1000)
+    shutil.copytree(folder, tmp_path / "later")
+    text = index_text_of_version_2(tmp_path / "later")
+    (tmp_path / "later" / INDEX).write_text(text)
+    for name, words in (
+        ("long", "shard-00000.safetensors, whose header does not say"),
+        ("foreign", "shard-00001.safetensors, which is no shard"),
+        ("later", "version 2"),
+    ):
+        before = {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+        with pytest.raises(DataError, match=words):
+            write(tmp_path / name, kind, documents)
+        assert {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} == before
+
+
+def index_text_of_version_2(folder: Path) -> str:
+    kind, shards = features.read_index(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(features, "VERSION", 2)
+        return features.index_text(kind, shards)
 
 
 def test_a_truncated_and_a_missing_shard_are_named_and_only_their_documents_are_written_again(stored):
@@ -130,7 +267,7 @@ def test_a_truncated_and_a_missing_shard_are_named_and_only_their_documents_are_
     kind, shards = features.read_index(folder)
     cut, gone = rng.sample(shards, 2)
     (folder / gone.name).rename(folder.parent / "away")
-    with pytest.raises(DataError, match=f"{gone.name}.*{gone.first} … {gone.last}.*no such file"):
+    with pytest.raises(DataError, match=f"{gone.name}.*{gone.first} written first and {gone.last} last.*no such file"):
         FeatureStore(folder)
     (folder.parent / "away").rename(folder / gone.name)
     with open(folder / cut.name, "r+b") as file:
@@ -157,9 +294,9 @@ def test_a_check_names_every_shard_that_is_missing_cut_off_or_changed(stored):
     with pytest.raises(DataError) as raised:
         features.check_store(folder)
     message = str(raised.value)
-    assert f"{gone.name} (no such file, of {gone.first} … {gone.last})" in message
-    assert f"{cut.name} ({cut.bytes - 1:,} of {cut.bytes:,} bytes, of {cut.first}" in message
-    assert f"{flipped.name} ({flipped.first})" in message and f"{columns.name} (its columns, of {columns.first}" in message
+    assert f"{gone.name} (no such file, of {extent(gone)})" in message
+    assert f"{cut.name} ({cut.bytes - 1:,} of {cut.bytes:,} bytes, of {extent(cut)})" in message
+    assert f"{flipped.name} ({flipped.first})" in message and f"{columns.name} (its columns, of {extent(columns)})" in message
     assert message.count("shard-") == 4, message
 
 
@@ -274,6 +411,46 @@ def test_killed_at_every_call_that_changes_the_disk_whole_shards_stay_and_the_ne
         assert damaged(store, documents) == {}
         assert {path.name for path in folder.iterdir()} == {".lock", INDEX, *(shard.name for shard in store.shards)}
     assert seen == sorted(seen) and len(set(seen)) >= 4, seen
+
+
+def test_killed_while_damaged_shards_are_given_up_the_next_writer_goes_on(tmp_path, monkeypatch):
+    kind, kills = kind_of("bfloat16"), Kills(monkeypatch)
+    documents = random_documents(kind, random.Random(fresh_seed()), 9)
+    for at in range(100):
+        folder = tmp_path / str(at)
+        write(folder, kind, documents)
+        shards = FeatureStore(folder).shards
+        for shard in shards[:2]:
+            flip(folder / shard.name, features.HEADER_BYTES)
+        with pytest.raises(DataError):
+            features.check_store(folder)
+        killed = kills.run(lambda folder=folder: write(folder, kind, documents), at=at)
+        write(folder, kind, documents)
+        features.check_store(folder)
+        store = FeatureStore(folder)
+        assert damaged(store, documents) == {} and store.num_documents == 9
+        assert {path.name for path in folder.iterdir()} == {".lock", INDEX, *(shard.name for shard in store.shards)}
+        if not killed:
+            break
+    assert 10 < at < 99
+
+
+def test_killed_while_the_index_is_written_anew_the_next_writer_goes_on(tmp_path, monkeypatch):
+    kind, kills = kind_of("bfloat16"), Kills(monkeypatch)
+    documents = random_documents(kind, random.Random(fresh_seed()), 9)
+    for at in range(100):
+        folder = tmp_path / str(at)
+        write(folder, kind, documents)
+        shard = FeatureStore(folder).shards[0]
+        flip(folder / shard.name, features.HEADER_BYTES)
+        (folder / INDEX).write_text("lost")
+        killed = kills.run(lambda folder=folder: write(folder, kind, documents), at=at)
+        write(folder, kind, documents)
+        features.check_store(folder)
+        assert damaged(FeatureStore(folder), documents) == {}
+        if not killed:
+            break
+    assert 6 < at < 99
 
 
 def test_interrupted_after_every_call_that_changes_the_disk_close_keeps_what_was_added(tmp_path, monkeypatch):
