@@ -25,8 +25,11 @@ class Wrapped:
     def mask(self, visibility, num_queries):
         return self.right.mask(visibility, num_queries)
 
-    def __call__(self, q, k, v, mask, scale):
-        return self.right(q, k, v, mask, scale)
+    def __call__(self, q, context, blocks, mask, scale):
+        return self.right(q, self.changed(context), self.changed(blocks), mask, scale)
+
+    def changed(self, keys_values):
+        return keys_values
 
 
 class OneKeyTooMany(Wrapped):
@@ -42,13 +45,15 @@ class OneKeyTooFew(Wrapped):
 
 
 class NoGradientOfKeys(Wrapped):
-    def __call__(self, q, k, v, mask, scale):
-        return self.right(q, k.detach() + 0 * k, v, mask, scale)
+    def changed(self, keys_values):
+        k, v = keys_values
+        return k.detach() + 0 * k, v
 
 
 class HalfGradientOfValues(Wrapped):
-    def __call__(self, q, k, v, mask, scale):
-        return self.right(q, k, v.detach() + 0.5 * (v - v.detach()), mask, scale)
+    def changed(self, keys_values):
+        k, v = keys_values
+        return k, v.detach() + 0.5 * (v - v.detach())
 
 
 def test_the_attention_that_trains_passes():
