@@ -34,21 +34,11 @@ class DrafterStep(Step):
         device, dtype = target.head_VD.device, target.head_VD.dtype
         self.device, self.block_size = device, drafter.config.block_size
         self.attention = attention_for(device)
-        self._context = drafter.context
-        if device.type == "cuda":
-            self.compile()
         self._examples = itertools.count()
         self.decay_J = torch.tensor(decay, dtype=torch.float32, device=device)
         # statistics of an update: loss sum, weight sum, blocks with a label, matches in all, matches of each slot
         self.state = FlatState(drafter, num_statistics=4 + len(decay), dtype=dtype, device=device)
         self.ring = torch.zeros(RING, len(self.metric_names), dtype=torch.float32, device=device)
-
-    def compile(self, *, backend: str = "inductor") -> None:
-        """Compile context, layers and final norm at their first call: once each, for buckets of any length."""
-        how = {"dynamic": True, "fullgraph": True, "backend": backend}
-        self._context = torch.compile(self.drafter.context, **how)
-        for module in (*self.drafter.layers, self.drafter.norm):
-            module.compile(**how)
 
     @property
     def metric_names(self) -> list[str]:
@@ -146,7 +136,7 @@ class DrafterStep(Step):
             drafter.layers[0],
             blocks,
             drafter.table(blocks.position_Q, dtype),
-            self._context(features_TF, slot["position"].long())[0],
+            self.drafter.context(features_TF, slot["position"])[0],
             self._attend(blocks),
             bucket_name=bucket.name,
             scale=drafter.scale,
@@ -157,8 +147,6 @@ class DrafterStep(Step):
 
         Made here alone: a layer is compiled once for one such function, and what is audited is what trains.
         """
-        for edge_R in (blocks.visibility.low_R, blocks.visibility.high_R):
-            torch._dynamo.maybe_mark_dynamic(edge_R, 0)
         mask = self.attention.mask(blocks.visibility, blocks.token_ids_Q.numel())
         attention, scale = self.attention, self.drafter.scale
         return lambda q, context, block: attention(q, context, block, mask, scale)
@@ -183,10 +171,8 @@ class DrafterStep(Step):
     def _forward(self, slot: Slot, *, keep_graph: bool = True) -> tuple[Blocks, Tensor, Tensor]:
         features_TF = self._features(slot)
         blocks = self._blocks(slot)
-        context = self._context(features_TF, slot["position"].long())
+        context = self.drafter.context(features_TF, slot["position"])
         embeddings_QD = self.target.embed(blocks.token_ids_Q)
-        # As if the embedding were trained: the first layer then runs what was compiled for the others.
-        embeddings_QD = embeddings_QD.detach().requires_grad_()
         hidden_QD = self.drafter(embeddings_QD, blocks.position_Q, context, self._attend(blocks))
         if not keep_graph:
             hidden_QD = hidden_QD.detach()
