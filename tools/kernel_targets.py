@@ -105,7 +105,11 @@ def compiled(chip: tuple[int, int], kernel: JITFunction, arguments: tuple, keywo
     done = triton.compile(source, target=GPUTarget("cuda", 10 * chip[0] + chip[1], 32), options=launch)
     registers, spilled = usage(done.asm["cubin"])
     found = {"kernel": kernel.__name__, "shared": done.metadata.shared, "registers": registers, "spilled": spilled}
-    shown = {name: value for name, value in constexprs.items() if name in ("PAD", "M", "N", "GROUP", "COLUMNS", "NUMBERS", "HEADS", "ROWS")}
+    shown = {
+        name: value
+        for name, value in constexprs.items()
+        if name in ("PAD", "M", "N", "GROUP", "COLUMNS", "NUMBERS", "HEADS", "ROWS")
+    }
     return found | {"constants": shown | launch}
 
 

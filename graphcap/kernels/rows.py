@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 512  # that share the rows where a weight's gradient is summed
+PROGRAMS = 1024  # that share the rows where a weight's gradient is summed
 NUMBERS, WARPS = 2048, 8  # of a program of the gate
 
 
@@ -173,7 +173,7 @@ class _Norm(torch.autograd.Function):
         dweight = torch.empty(min(PROGRAMS, num_rows), width, dtype=torch.float32, device=total.device)
         norm_backward_kernel[(len(dweight),)](
             total, weight, dout if dtotal is None else dtotal.contiguous(), dout, dx, dweight, num_rows, width, ctx.eps,
-            HAS_TOTAL=dtotal is not None, PAD=triton.next_power_of_2(width), num_warps=_warps(width),
+            HAS_TOTAL=dtotal is not None, PAD=triton.next_power_of_2(width), num_warps=max(4, _warps(width)),
         )  # fmt: skip
         return dx, dx if ctx.has_other else None, dweight.sum(0).to(weight.dtype), None
 
