@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from graphcap.errors import ConfigError
 from graphcap.kernels import options
 from graphcap.kernels.options import Tiles
 
@@ -328,7 +329,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     heads, num_queries, channels = q.shape
     tiles, pad = tiles_for("forward", q), padded(channels)
-    _check(q, k, tiles)
+    _check(q, k, v, tiles)
     out, log_sum = _forward_shapes(q)
     draft_k, draft_v, has_draft = (k, v, False) if draft_k is None else (draft_k, draft_v, True)
     forward_kernel[num_queries // tiles.queries, heads](
@@ -360,14 +361,14 @@ def _backward(
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
     tiles = tiles_for("dq", q)
-    _check(q, k, tiles)
+    _check(q, k, v, tiles)
     dq_kernel[num_queries // tiles.queries, heads](
         q, k, v, draft_k, draft_v, low, high, out, log_sum, dout, dq, delta,
         *_strides(q, k, v, draft_k, draft_v, out, dout, dq), num_queries, scale * LOG2_E, scale,
         **sizes, M=tiles.queries, N=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     tiles = tiles_for("dkv", q)
-    _check(q, k, tiles)
+    _check(q, k, v, tiles)
     num_tiles = num_keys // tiles.keys
     dkv_kernel[key_heads, num_tiles + num_queries // tiles.keys](
         q, k, v, draft_k, draft_v, low, high, log_sum, delta, dout, dk, dv, draft_dk, draft_dv,
@@ -421,11 +422,21 @@ def padded(channels: int) -> int:
 
 
 def _strides(*tensors: Tensor) -> list[int]:
-    """(row, head) strides of each [heads, rows, C]."""
+    """(row, head) strides of each [heads, rows, C]. Raises: ConfigError where a place in one does not fit 32 bits."""
     assert all(tensor.stride(-1) == 1 for tensor in tensors), "the last dimension must be contiguous"
+    most = max(tensor.shape[1] * tensor.stride(1) for tensor in tensors)
+    if most >= 2**31:
+        raise ConfigError(
+            "row",
+            f"of {max(tensor.shape[1] for tensor in tensors)} tokens",
+            expected="at most 2,147,483,647 numbers in what attention reads",
+            got=f"{most:,}",
+            fix="set shapes.row_length lower",
+        )
     return [stride for tensor in tensors for stride in (tensor.stride(1), tensor.stride(0))]
 
 
-def _check(q: Tensor, k: Tensor, tiles: Tiles) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> None:
+    assert k.shape == v.shape and k.shape[2] == q.shape[2] and q.shape[0] % k.shape[0] == 0, (q.shape, k.shape, v.shape)
     whole = q.shape[1] % tiles.queries == 0 and k.shape[1] % tiles.keys == 0 and q.shape[1] % tiles.keys == 0
     assert whole, f"{q.shape[1]} queries and {k.shape[1]} keys are not whole tiles of {tiles}"
