@@ -66,18 +66,19 @@ def intervals(num_blocks: int, num_context: int, rng: random.Random) -> tuple[to
 def test_attention_and_its_gradients_are_dense_attentions(block_size, key_heads, ordered):
     rng = random.Random(fresh_seed())
     num_blocks = 128 // math.gcd(128, block_size)
-    low, high = intervals(num_blocks, 256, rng)
+    num_context = 256 if block_size == 16 else 128
+    low, high = intervals(num_blocks, num_context, rng)
     if ordered:  # as in training: blocks that see all of a tile of keys follow one another
         order = (low + 1000 * high).argsort()
         low, high = low[order], high[order]
-    visibility = Visibility(low, high, group=block_size, num_context=256)
+    visibility = Visibility(low, high, group=block_size, num_context=num_context)
     num_queries = num_blocks * block_size
     errors = compare(visibility, num_queries, key_heads)
     assert max(errors.values()) < 1e-5, errors
     block = int((high - low).argmax())
 
     def hurt(visible):  # must fail: one key of one block, and one of its own
-        visible[block * block_size, [int(high[block]) - 1, 256 + block * block_size]] = False
+        visible[block * block_size, [int(high[block]) - 1, num_context + block * block_size]] = False
 
     errors = compare(visibility, num_queries, key_heads, hurt=hurt)
     assert min(errors.values()) > 1e-5, errors
