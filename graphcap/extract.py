@@ -9,6 +9,7 @@ Calls: cli.py, train.py (for features.missing = "compute").
 
 import dataclasses
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,6 +36,7 @@ from graphcap.model.target import Target
 from graphcap.offline import missing_of, needed_rows
 from graphcap.ops import caches, checkpoint
 from graphcap.ops.features import FeatureFolder, check_kind
+from graphcap.room import digits_apart, limit_name
 from graphcap.versions import made_by
 
 
@@ -106,7 +108,7 @@ def extract(recipe: Recipe, out: str, *, continued: dict | None, eager: bool, ca
             say(f"complete  {out} lists every document of the recipe; graphcap extract --check {out} reads their bytes")
             return True
         sizes = memory_of(recipe, skeleton, config, dtype, stored=False)
-        _check_memory(sizes.extraction_bytes(layout.shapes.buckets[0]), room_bytes(recipe, device))
+        _check_memory(sizes.extraction_bytes(layout.shapes.buckets[0]), recipe, device)
         target = Target(load_model(recipe.target.path, dtype=dtype, device=device, **where), config.target_layer_ids)
         identity = identity_of(target.model, recipe.target.path)
         say(f"target    {identity}, {dtype_name(dtype)} on {device.type}")
@@ -127,11 +129,19 @@ def _phases(note):
     return lambda phase: note(phase, bucket="") if note is not None else None
 
 
-def _check_memory(needed: int, room: int | None) -> None:
+def _check_memory(needed: int, recipe: Recipe, device: torch.device) -> None:
     """Raises: ConfigError if the target's forward over the longest row needs more memory than there is."""
-    if room is not None and needed > room:
-        fix = "use a larger GPU, or shorter rows (shapes.row_length)"
-        raise ConfigError("target", "of the recipe", expected=f"at most {gib(room)} of GPU memory", got=gib(needed), fix=fix)
+    limit_bytes = room_bytes(recipe, device)
+    if limit_bytes is not None and needed > limit_bytes:
+        digits, own = digits_apart(limit_bytes, needed), bool(recipe.shapes.memory_gib)
+        larger = f"shapes.memory_gib={math.ceil(100 * needed / 2**30) / 100:.2f}" if own else "a GPU with more memory"
+        raise ConfigError(
+            "target",
+            "of the recipe",
+            expected=f"at most {gib(limit_bytes, digits)} ({limit_name(recipe)})",
+            got=gib(needed, digits),
+            fix=f"use {larger}, or shorter rows (shapes.row_length)",
+        )
 
 
 def _check_room(work: Work, kind: Kind, folder: Path, shard_bytes: int, caller: Caller) -> None:

@@ -77,7 +77,7 @@ def _size(num_bytes: float) -> str:
 
 
 def _time(run: TrainingRun) -> list[str]:
-    """On a CPU one update is tried and forgotten; on a GPU that would mean to compile every bucket."""
+    """On a CPU one update is tried and forgotten; on a GPU that would mean to capture every bucket."""
     updates = run.schedule.num_updates
     if run.target.head_VD.device.type == "cuda":
         return [f"time      {updates:,} updates; how long one takes is known once it is captured"]

@@ -41,7 +41,7 @@ class Room:
         tried = [] if fixed or held > self.num_bytes else self._shorter(shapes)
         shortest, least = tried[-1] if tried else (shapes.buckets, needed)
         fitting = next((buckets[0].length for buckets, need in tried if need <= self.num_bytes), None)
-        digits = _digits_apart(self.num_bytes, needed, held if held > self.num_bytes else least)
+        digits = digits_apart(self.num_bytes, needed, held if held > self.num_bytes else least)
         if held > self.num_bytes:
             cause = f"target, drafter and optimizer alone take {gib(held, digits)}"
             fixes = ["a smaller target", *self._kept_rows(shapes, shapes.buckets)]
@@ -54,11 +54,10 @@ class Room:
             )
             fixes = [f"{self._again}shapes.row_length={fitting}"] if fitting else self._cut(shapes)
             fixes += self._kept_rows(shapes, None if fitting else shortest)
-        limit = "shapes.memory_gib" if self.recipe.shapes.memory_gib else "free on the GPU"
         raise ConfigError(
             "bucket",
             max(shapes.buckets, key=self.sizes.step_bytes).name,
-            expected=f"at most {gib(max(0, self.num_bytes), digits)} ({limit})",
+            expected=f"at most {gib(max(0, self.num_bytes), digits)} ({limit_name(self.recipe)})",
             got=gib(needed, digits),
             cause=cause,
             fix=f"use {', or '.join(fixes)}",
@@ -112,13 +111,18 @@ class Room:
         return [*found, "a GPU with more memory"]
 
 
+def limit_name(recipe: Recipe) -> str:
+    """What sets the limit of memory."""
+    return "shapes.memory_gib" if recipe.shapes.memory_gib else "free on the GPU"
+
+
 def _as_stored(sizes: Sizes) -> Sizes:
     """The same run from stored features, at most: embedding and head as two tables."""
     ends = 2 * sizes.drafter.vocab_size * sizes.drafter.hidden_size * sizes.itemsize
     return replace(sizes, stored=True, target_intermediate=0, target_bytes=min(sizes.target_bytes, ends))
 
 
-def _digits_apart(limit: int, *others: int) -> int:
+def digits_apart(limit: int, *others: int) -> int:
     """So many digits behind the point, two or more, that each size that is not the limit reads as another one."""
     return next(
         digits for digits in range(2, 12) if all(gib(size, digits) != gib(limit, digits) for size in {*others} - {limit})

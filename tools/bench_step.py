@@ -3,7 +3,7 @@
     python tools/bench_step.py                       # the four sizes of the table
     python tools/bench_step.py smol:1024:128 --updates 50
     python tools/bench_step.py --checkpointing q0.6b:16384:2048           # gradient checkpointing: memory, time, same bits
-    python tools/bench_step.py --start-up shapes/bench8.json              # q0.6b: compile and capture every bucket of a plan
+    python tools/bench_step.py --start-up shapes/bench8.json              # q0.6b: warm up and capture every bucket of a plan
     python tools/bench_step.py --start-up shapes/bench8.json --target     # with a target of that size in the step
 
 A step is one row: mask, drafter, head and loss, backward, accumulation, then one update with fp32 masters. Data is random,

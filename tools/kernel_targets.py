@@ -1,7 +1,7 @@
 """Every Triton kernel that training launches, compiled for chips that need not be here: shared memory, registers, spills.
 
     python tools/kernel_targets.py                   # needs triton, no GPU
-    python tools/kernel_targets.py --capability 9.0 --verbose
+    python tools/kernel_targets.py --capability 9.0
 
 The launches are recorded from the functions that training calls, at the sizes of tools/bench_step.py and at head sizes 64, 128
 and 256, with the tiles that each chip would use. A kernel that asks for more shared memory than the chip has ends with exit

@@ -202,11 +202,11 @@ def _marked(folder: Path, shard: Shard) -> str:
 
 
 def _size_fault(folder: Path, shard: Shard) -> str:
-    """'' where the shard's file is there in full, by its size; else what is wrong, in words."""
+    """'' where the shard's file is there in full, by its size; else what is wrong, in words. Raises: OSError."""
     try:
         size_bytes = (folder / shard.name).stat().st_size
-    except OSError as error:
-        return "no such file" if isinstance(error, FileNotFoundError) else str(error)
+    except FileNotFoundError:
+        return "no such file"
     return "" if size_bytes == shard.bytes else f"{size_bytes:,} of {shard.bytes:,} bytes"
 
 
@@ -279,26 +279,35 @@ def check_store(folder: Path) -> None:
 
     Raises: DataError naming every shard that is missing, cut off or changed, and its damaged documents.
     """
-    folder, wrong, seen = Path(folder), [], True
+    folder, wrong, unread, seen = Path(folder), [], [], True
     kind, shards = read_index(folder)
     for shard in shards:
-        if fault := _fault_within(folder, kind, shard):
+        try:
+            fault = _fault_within(folder, kind, shard)
+        except OSError as error:  # it may pass: nothing is marked
+            unread.append(f"{shard.name} ({error.strerror or error})")
+            continue
+        if fault:
             wrong.append(f"{shard.name} ({fault})")
             seen &= bool(_size_fault(folder, shard)) or _mark(folder, shard, fault)
         else:
             _unmark(folder, shard)
-    if wrong:
+    if wrong or unread:
+        told = [f"{what}: {'; '.join(names)}" for what, names in (("damaged", wrong), ("not read", unread)) if names]
         raise DataError(
             "features",
             folder,
             expected=f"{len(shards)} shards as they were written",
-            got=f"damaged: {'; '.join(wrong)}",
-            fix=_repair(folder, "" if seen else "these files"),
+            got="; ".join(told),
+            fix=_repair(folder, "" if seen else "these files") if wrong else "check again once the disk gives them",
         )
 
 
 def _fault_within(folder: Path, kind: Kind, shard: Shard) -> str:
-    """'' where every byte of a shard is as it was written; else its damaged documents or what is wrong, in words."""
+    """'' where every byte of a shard is as it was written; else its damaged documents or what is wrong, in words.
+
+    Raises: OSError where it cannot be read.
+    """
     path = folder / shard.name
     try:
         if fault := _size_fault(folder, shard):
@@ -307,9 +316,9 @@ def _fault_within(folder: Path, kind: Kind, shard: Shard) -> str:
             if hashlib.file_digest(file, "sha256").hexdigest() == shard.sha256:
                 return ""
         found = damaged_documents(folder, kind, shard)
-    except OSError as error:
-        return error.strerror or str(error)
-    except DataError:
+    except DataError as error:
+        if isinstance(error.__cause__, OSError):
+            raise error.__cause__ from None
         return f"its columns, of {_extent(shard)}"
     return ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "") or "outside its documents"
 
@@ -325,7 +334,10 @@ def damaged_documents(folder: Path, kind: Kind, shard: Shard) -> list[str]:
 
 def _columns(folder: Path, kind: Kind, number: int, shard: Shard) -> dict[str, np.ndarray]:
     """The shard's columns, and where in it each document begins. Raises: DataError where it is damaged or marked."""
-    fault = _size_fault(folder, shard) or _marked(folder, shard)
+    try:
+        fault = _size_fault(folder, shard) or _marked(folder, shard)
+    except OSError as error:
+        raise _damaged(folder, shard, error.strerror or str(error), seen=False) from error
     if fault:
         raise _damaged(folder, shard, fault)
     return _read_columns(folder, kind, number, shard)

@@ -152,8 +152,8 @@ class Schedule:
         self.rows_per_update, self.max_updates = rows_per_update, max_updates
         self._hashes: dict[int, str] = {}
         self._packed: dict[int, EpochRows] = {}
-        name_of, fix = lambda place: str(self._ids[place]), 'plan again with shapes.plan = "auto"'
-        check_fit(shapes.buckets[0], self._lengths, self._anchor_counts, name_of=name_of, fix=fix)
+        fix = 'plan again with shapes.plan = "auto"'
+        check_fit(shapes.buckets[0], self._lengths, self._anchor_counts, name_of=lambda place: str(self._ids[place]), fix=fix)
 
     @property
     def rows_per_epoch(self) -> tuple[int, ...]:

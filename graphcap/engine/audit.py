@@ -55,8 +55,8 @@ def audit_attention(layer: Layer, blocks: Blocks, table_Q, context, attend, *, b
                 bucket_name,
                 expected=f"attention's {quantity} within {TOLERANCE:.0%} of a dense reference",
                 got=f"{error:.0%}",
-                cause="the compiled attention kernel is wrong on this card",
-                fix="update torch and the driver, and report this with the versions it printed",
+                cause="the attention kernel is wrong on this card",
+                fix="report this with the versions it printed; another version of torch brings another compiler of kernels",
             )
 
 

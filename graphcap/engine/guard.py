@@ -37,7 +37,7 @@ TORCH_NAMES = (
     ("torch._inductor.runtime.cache_dir_utils.default_cache_dir", "2.11 2.13"),
     ("torch.nn.attention.flex_attention._warn_once", "2.11 2.13"),
     ("torch.nn.attention.flex_attention._WARNINGS_SHOWN", "2.11 2.13"),
-    ("torch.nn.attention.flex_attention.BlockMask.from_kv_blocks", "2.11 2.13"),
+    ("torch.compiler.config.cache_key_tag", "2.11 2.13"),
     ("torch._dynamo.maybe_mark_dynamic", "2.11 2.13"),
     ("torch.nn.Module._compiled_call_impl", "2.11 2.13"),
     ("torch.autograd.set_multithreading_enabled", "2.11 2.13"),
@@ -87,6 +87,16 @@ def start_compile_workers() -> None:
         from torch._inductor.async_compile import maybe_warm_pool
 
         maybe_warm_pool()
+
+
+def separate_caches(name: str) -> None:
+    """Let what this process compiles be found again only by those that compile for the same first shapes.
+
+    Functions of dynamic shapes are compiled for the first, which decides how sums are split; torch's key does not name it.
+    """
+    import torch.compiler.config as config
+
+    config.cache_key_tag = name
 
 
 def wait_for_compile_workers() -> None:
@@ -210,16 +220,16 @@ def explained(bucket_name: str, smaller: str = ""):
             expected="attention in the fused kernel of a compiled function",
             got="flex attention called without torch.compile",
             cause="it would hold every score of the row in memory",
-            fix="call it through the object that graphcap.model.attention.attention_for gives",
+            fix="compile it: torch.compile(flex_attention, fullgraph=True)",
         ) from error
     except FailOnRecompileLimitHit as error:
         raise CaptureError(
             "bucket",
             bucket_name,
-            expected="a compiled function of its own for every bucket",
+            expected="compiled functions for every bucket",
             got="torch's recompile limit",
             cause="beyond it torch would run the function uncompiled, attention with all its scores in memory",
-            fix="raise torch._dynamo.config.recompile_limit above the number of buckets and window sizes, or plan fewer",
+            fix="compile with dynamic=True, raise torch._dynamo.config.recompile_limit, or plan fewer buckets",
         ) from error
     except torch.OutOfMemoryError as error:
         asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))

@@ -65,7 +65,8 @@ class Sizes:
         else:
             kept = c.num_layers * layer
         forward_ends = context + blocks + kept + loss
-        backward_ends = context + blocks + layer + self.num_parameters  # every gradient, in the compute dtype
+        # Every gradient in the compute dtype; those of the context's keys and values wait for the end.
+        backward_ends = context + blocks + layer + self.num_parameters + 2 * c.num_layers * rows * keys
         numbers = features + max(self._target_numbers(rows), forward_ends, backward_ends)
         return SEGMENT_BYTES + math.ceil(ROUNDING * self.itemsize * numbers)
 

@@ -1,8 +1,4 @@
-"""Attention over intervals, in Triton: forward, and the gradients of queries, keys and values.
-
-Every group of queries sees an interval of the context's keys and the draft keys of its own group, and nothing else. So each
-program walks from the first to the last key (or query) that anything in its tile sees, context and draft keys where they
-lie, and no mask and no list of tiles ever exists. Scores and sums are float32; two runs give the same bits (no atomics).
+"""Attention over intervals as an operator of torch with a gradient: tiles chosen, kernels launched (kernels/intervals.py).
 
 Called by model/attention.py on CUDA. Needs triton, which torch's CUDA builds bring along.
 """
@@ -11,307 +7,15 @@ import math
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
+from graphcap.errors import ConfigError
 from graphcap.kernels import options
+from graphcap.kernels.intervals import dkv_kernel, dq_kernel, forward_kernel
 from graphcap.kernels.options import Tiles
 
-HIDDEN = tl.constexpr(-1.0e30)  # a score that no softmax sees once a real one has come
-FAR = tl.constexpr(1 << 30)
-CONTEXT, PARTLY, DRAFT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what a run of key tiles is: seen by all, by some
-GROUPS_AT_ONCE = tl.constexpr(1024)
-
-
-@triton.jit
-def _rows(start, row, stride, C: tl.constexpr, PAD: tl.constexpr):
-    """Rows of C numbers, [rows, PAD]; beyond C zeros."""
-    channel = tl.arange(0, PAD)
-    place = start + row[:, None] * stride + channel[None, :]
-    if C == PAD:
-        values = tl.load(place)
-    else:
-        values = tl.load(place, mask=channel[None, :] < C, other=0.0)
-    return values
-
-
-@triton.jit
-def _put_rows(start, row, stride, values, C: tl.constexpr, PAD: tl.constexpr):
-    channel = tl.arange(0, PAD)
-    place = start + row[:, None] * stride + channel[None, :]
-    if C == PAD:
-        tl.store(place, values.to(start.dtype.element_ty))
-    else:
-        tl.store(place, values.to(start.dtype.element_ty), mask=channel[None, :] < C)
-
-
-@triton.jit
-def _intervals(low, high, query, GROUP: tl.constexpr):
-    """First key, and the one after the last, that these queries see of the context."""
-    group = query // GROUP
-    return tl.load(low + group).to(tl.int32), tl.load(high + group).to(tl.int32)
-
-
-@triton.jit
-def _span(low_M, high_M, N: tl.constexpr):
-    """Where a tile of queries walks, in whole key tiles but for the end: begin, where all see all, where no longer, end."""
-    sees = high_M > low_M
-    end = tl.max(tl.where(sees, high_M, 0))
-    begin = tl.min(tl.minimum(tl.where(sees, low_M, FAR), end)) // N * N
-    all_from = tl.maximum((tl.max(low_M) + N - 1) // N * N, begin)
-    all_to = tl.maximum(tl.min(high_M) // N * N, all_from)
-    return begin, all_from, all_to, end
-
-
-@triton.jit
-def _own(tile, num_queries, GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    """The draft keys that any query of the tile sees, from a whole key tile on."""
-    first = tile * M // GROUP * GROUP // N * N
-    return first, tl.minimum(((tile * M + M - 1) // GROUP + 1) * GROUP, num_queries)
-
-
-@triton.jit
-def _seen(key, query, low, high, GROUP: tl.constexpr, KIND: tl.constexpr):
-    """Which of these pairs are visible; key and query broadcast against each other, low and high with query."""
-    if KIND == DRAFT:
-        seen = key // GROUP == query // GROUP
-    else:
-        seen = (key >= low) & (key < high)
-    return seen
-
-
-@triton.jit
-def _forward_over(
-    out_MC, total_M, most_M, q_MC, k, k_row, v, v_row, query_M, low_M, high_M, begin, end, scale,
-    KIND: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, PAD: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """Softmax so far (unscaled sum of values, sum and largest score, base 2), continued over the keys of [begin, end)."""
-    for start in tl.range(begin, end, N):
-        key_N = start + tl.arange(0, N)
-        k_NC = _rows(k, key_N, k_row, C, PAD)
-        score = tl.dot(q_MC, tl.trans(k_NC), input_precision="ieee") * scale
-        if KIND != CONTEXT:
-            seen = _seen(key_N[None, :], query_M[:, None], low_M[:, None], high_M[:, None], GROUP, KIND)
-            score = tl.where(seen, score, HIDDEN)
-        larger_M = tl.maximum(most_M, tl.max(score, 1))
-        weight = tl.exp2(score - larger_M[:, None])
-        shrink_M = tl.exp2(most_M - larger_M)
-        total_M = total_M * shrink_M + tl.sum(weight, 1)
-        v_NC = _rows(v, key_N, v_row, C, PAD)
-        out_MC = tl.dot(weight.to(v_NC.dtype), v_NC, out_MC * shrink_M[:, None], input_precision="ieee")
-        most_M = larger_M
-    return out_MC, total_M, most_M
-
-
-@triton.jit
-def forward_kernel(
-    q, k, v, draft_k, draft_v, low, high, out, log_sum,
-    q_row, q_head, k_row, k_head, v_row, v_head, draft_k_row, draft_k_head, draft_v_row, draft_v_head, out_row, out_head,
-    num_queries, scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, PAD: tl.constexpr, HAS_DRAFT: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """out [Q, H, C] and log_sum, the base-2 logarithm of the softmax's sum, [H, Q]. HEADS: query heads a key head."""
-    tile, head = tl.program_id(0), tl.program_id(1)
-    key_head = head // HEADS
-    query_M = tile * M + tl.arange(0, M)
-    q_MC = _rows(q + head * q_head, query_M, q_row, C, PAD)
-    low_M, high_M = _intervals(low, high, query_M, GROUP)
-    out_MC = tl.zeros([M, PAD], tl.float32)
-    total_M = tl.zeros([M], tl.float32)
-    most_M = tl.full([M], HIDDEN, tl.float32)
-    if HAS_DRAFT:
-        first, last = _own(tile, num_queries, GROUP, M, N)
-        out_MC, total_M, most_M = _forward_over(
-            out_MC, total_M, most_M, q_MC, draft_k + key_head * draft_k_head, draft_k_row, draft_v + key_head * draft_v_head,
-            draft_v_row, query_M, low_M, high_M, first, last, scale, DRAFT, GROUP, C, PAD, N,
-        )  # fmt: skip
-    begin, all_from, all_to, end = _span(low_M, high_M, N)
-    k += key_head * k_head
-    v += key_head * v_head
-    out_MC, total_M, most_M = _forward_over(
-        out_MC, total_M, most_M, q_MC, k, k_row, v, v_row, query_M, low_M, high_M, begin, all_from, scale,
-        PARTLY, GROUP, C, PAD, N,
-    )  # fmt: skip
-    out_MC, total_M, most_M = _forward_over(
-        out_MC, total_M, most_M, q_MC, k, k_row, v, v_row, query_M, low_M, high_M, all_from, all_to, scale,
-        CONTEXT, GROUP, C, PAD, N,
-    )  # fmt: skip
-    out_MC, total_M, most_M = _forward_over(
-        out_MC, total_M, most_M, q_MC, k, k_row, v, v_row, query_M, low_M, high_M, all_to, end, scale,
-        PARTLY, GROUP, C, PAD, N,
-    )  # fmt: skip
-    _put_rows(out + head * out_head, query_M, out_row, out_MC / total_M[:, None], C, PAD)
-    tl.store(log_sum + head * num_queries + query_M, most_M + tl.log2(total_M))
-
-
-@triton.jit
-def _dq_over(
-    dq_MC, q_MC, dout_MC, log_sum_M, delta_M, k, k_row, v, v_row, query_M, low_M, high_M, begin, end, scale,
-    KIND: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, PAD: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """The gradient of the queries, without the scale, continued over the keys of [begin, end)."""
-    for start in tl.range(begin, end, N):
-        key_N = start + tl.arange(0, N)
-        k_NC = _rows(k, key_N, k_row, C, PAD)
-        v_NC = _rows(v, key_N, v_row, C, PAD)
-        score = tl.dot(q_MC, tl.trans(k_NC), input_precision="ieee") * scale
-        weight = tl.exp2(score - log_sum_M[:, None])
-        if KIND != CONTEXT:
-            seen = _seen(key_N[None, :], query_M[:, None], low_M[:, None], high_M[:, None], GROUP, KIND)
-            weight = tl.where(seen, weight, 0.0)
-        dweight = tl.dot(dout_MC, tl.trans(v_NC), input_precision="ieee")
-        dscore = weight * (dweight - delta_M[:, None])
-        dq_MC = tl.dot(dscore.to(k_NC.dtype), k_NC, dq_MC, input_precision="ieee")
-    return dq_MC
-
-
-@triton.jit
-def dq_kernel(
-    q, k, v, draft_k, draft_v, low, high, out, log_sum, dout, dq, delta,
-    q_row, q_head, k_row, k_head, v_row, v_head, draft_k_row, draft_k_head, draft_v_row, draft_v_head, out_row, out_head,
-    dout_row, dout_head, dq_row, dq_head, num_queries, scale, natural_scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, PAD: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """dq [Q, H, C], and delta = Σ out · dout [H, Q], which dkv_kernel reads."""
-    tile, head = tl.program_id(0), tl.program_id(1)
-    key_head = head // HEADS
-    query_M = tile * M + tl.arange(0, M)
-    q_MC = _rows(q + head * q_head, query_M, q_row, C, PAD)
-    dout_MC = _rows(dout + head * dout_head, query_M, dout_row, C, PAD)
-    out_MC = _rows(out + head * out_head, query_M, out_row, C, PAD)
-    delta_M = tl.sum(out_MC.to(tl.float32) * dout_MC.to(tl.float32), 1)
-    tl.store(delta + head * num_queries + query_M, delta_M)
-    log_sum_M = tl.load(log_sum + head * num_queries + query_M)
-    low_M, high_M = _intervals(low, high, query_M, GROUP)
-    dq_MC = tl.zeros([M, PAD], tl.float32)
-    first, last = _own(tile, num_queries, GROUP, M, N)
-    dq_MC = _dq_over(
-        dq_MC, q_MC, dout_MC, log_sum_M, delta_M, draft_k + key_head * draft_k_head, draft_k_row,
-        draft_v + key_head * draft_v_head, draft_v_row, query_M, low_M, high_M, first, last, scale, DRAFT, GROUP, C, PAD, N,
-    )  # fmt: skip
-    begin, all_from, all_to, end = _span(low_M, high_M, N)
-    k += key_head * k_head
-    v += key_head * v_head
-    dq_MC = _dq_over(
-        dq_MC, q_MC, dout_MC, log_sum_M, delta_M, k, k_row, v, v_row, query_M, low_M, high_M, begin, all_from, scale,
-        PARTLY, GROUP, C, PAD, N,
-    )  # fmt: skip
-    dq_MC = _dq_over(
-        dq_MC, q_MC, dout_MC, log_sum_M, delta_M, k, k_row, v, v_row, query_M, low_M, high_M, all_from, all_to, scale,
-        CONTEXT, GROUP, C, PAD, N,
-    )  # fmt: skip
-    dq_MC = _dq_over(
-        dq_MC, q_MC, dout_MC, log_sum_M, delta_M, k, k_row, v, v_row, query_M, low_M, high_M, all_to, end, scale,
-        PARTLY, GROUP, C, PAD, N,
-    )  # fmt: skip
-    _put_rows(dq + head * dq_head, query_M, dq_row, dq_MC * natural_scale, C, PAD)
-
-
-@triton.jit
-def _groups_that_see(low, high, num_groups, begin, end):
-    """Of the groups that see a key of [begin, end): the first, the one after the last, and the same of a run that sees all.
-
-    The run is empty where those that see all of them do not follow one another.
-    """
-    first, last, all_first, all_last, number = num_groups, 0, num_groups, 0, 0
-    for start in tl.range(0, num_groups, GROUPS_AT_ONCE):
-        group = start + tl.arange(0, GROUPS_AT_ONCE)
-        known = group < num_groups
-        low_R = tl.load(low + group, mask=known, other=0).to(tl.int32)
-        high_R = tl.load(high + group, mask=known, other=0).to(tl.int32)
-        sees = (low_R < end) & (high_R > begin) & (high_R > low_R)
-        first = tl.minimum(first, tl.min(tl.where(sees, group, num_groups)))
-        last = tl.maximum(last, tl.max(tl.where(sees, group + 1, 0)))
-        sees_all = known & (low_R <= begin) & (high_R >= end)
-        all_first = tl.minimum(all_first, tl.min(tl.where(sees_all, group, num_groups)))
-        all_last = tl.maximum(all_last, tl.max(tl.where(sees_all, group + 1, 0)))
-        number += tl.sum(sees_all.to(tl.int32))
-    first = tl.minimum(first, last)
-    if number == 0 or all_last - all_first != number:
-        all_first, all_last = first, first
-    return first, last, all_first, all_last
-
-
-@triton.jit
-def _dkv_over(
-    dk_NC, dv_NC, k_NC, v_NC, key_N, q, q_row, q_head, dout, dout_row, dout_head, low, high, log_sum, delta, first, last,
-    num_queries, scale, KIND: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, PAD: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """Gradients of these keys (without the scale) and values, continued over the query tiles of [first, last), all heads."""
-    num_tiles = tl.cdiv(last - first, M)
-    for number in tl.range(0, HEADS * num_tiles):
-        head = number // num_tiles
-        query_M = first + (number % num_tiles) * M + tl.arange(0, M)
-        q_MC = _rows(q + head * q_head, query_M, q_row, C, PAD)
-        dout_MC = _rows(dout + head * dout_head, query_M, dout_row, C, PAD)
-        log_sum_M = tl.load(log_sum + head * num_queries + query_M)
-        delta_M = tl.load(delta + head * num_queries + query_M)
-        score = tl.dot(k_NC, tl.trans(q_MC), input_precision="ieee") * scale
-        weight = tl.exp2(score - log_sum_M[None, :])
-        if KIND != CONTEXT:
-            low_M, high_M = _intervals(low, high, query_M, GROUP)
-            seen = _seen(key_N[:, None], query_M[None, :], low_M[None, :], high_M[None, :], GROUP, KIND)
-            weight = tl.where(seen, weight, 0.0)
-        dv_NC = tl.dot(weight.to(dout_MC.dtype), dout_MC, dv_NC, input_precision="ieee")
-        dweight = tl.dot(v_NC, tl.trans(dout_MC), input_precision="ieee")
-        dscore = weight * (dweight - delta_M[None, :])
-        dk_NC = tl.dot(dscore.to(q_MC.dtype), q_MC, dk_NC, input_precision="ieee")
-    return dk_NC, dv_NC
-
-
-@triton.jit
-def dkv_kernel(
-    q, k, v, draft_k, draft_v, low, high, log_sum, delta, dout, dk, dv, draft_dk, draft_dv,
-    q_row, q_head, k_row, k_head, v_row, v_head, draft_k_row, draft_k_head, draft_v_row, draft_v_head,
-    dout_row, dout_head, dk_row, dk_head, dv_row, dv_head, draft_dk_row, draft_dk_head, draft_dv_row, draft_dv_head,
-    num_queries, num_groups, num_tiles, scale, natural_scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, PAD: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """dk, dv of the context (the first num_tiles of every head: they take long, and begin first) and of the draft."""
-    key_head, tile = tl.program_id(0), tl.program_id(1)
-    q += key_head * HEADS * q_head
-    dout += key_head * HEADS * dout_head
-    log_sum += key_head * HEADS * num_queries
-    delta += key_head * HEADS * num_queries
-    dk_NC = tl.zeros([N, PAD], tl.float32)
-    dv_NC = tl.zeros([N, PAD], tl.float32)
-    if tile < num_tiles:
-        key_N = tile * N + tl.arange(0, N)
-        first, last, all_first, all_last = _groups_that_see(low, high, num_groups, tile * N, tile * N + N)
-        begin, end = first * GROUP // M * M, last * GROUP
-        all_from = tl.minimum((all_first * GROUP + M - 1) // M * M, tl.cdiv(end, M) * M)
-        all_from = tl.maximum(all_from, begin)
-        all_to = tl.maximum(all_last * GROUP // M * M, all_from)
-        k_NC = _rows(k + key_head * k_head, key_N, k_row, C, PAD)
-        v_NC = _rows(v + key_head * v_head, key_N, v_row, C, PAD)
-        dk_NC, dv_NC = _dkv_over(
-            dk_NC, dv_NC, k_NC, v_NC, key_N, q, q_row, q_head, dout, dout_row, dout_head, low, high, log_sum, delta,
-            begin, all_from, num_queries, scale, PARTLY, HEADS, GROUP, C, PAD, M, N,
-        )  # fmt: skip
-        dk_NC, dv_NC = _dkv_over(
-            dk_NC, dv_NC, k_NC, v_NC, key_N, q, q_row, q_head, dout, dout_row, dout_head, low, high, log_sum, delta,
-            all_from, all_to, num_queries, scale, CONTEXT, HEADS, GROUP, C, PAD, M, N,
-        )  # fmt: skip
-        dk_NC, dv_NC = _dkv_over(
-            dk_NC, dv_NC, k_NC, v_NC, key_N, q, q_row, q_head, dout, dout_row, dout_head, low, high, log_sum, delta,
-            all_to, end, num_queries, scale, PARTLY, HEADS, GROUP, C, PAD, M, N,
-        )  # fmt: skip
-    else:
-        dk, dk_row, dk_head = draft_dk, draft_dk_row, draft_dk_head
-        dv, dv_row, dv_head = draft_dv, draft_dv_row, draft_dv_head
-        tile -= num_tiles
-        key_N = tile * N + tl.arange(0, N)
-        first, last = _own(tile, num_queries, GROUP, N, M)
-        k_NC = _rows(draft_k + key_head * draft_k_head, key_N, draft_k_row, C, PAD)
-        v_NC = _rows(draft_v + key_head * draft_v_head, key_N, draft_v_row, C, PAD)
-        dk_NC, dv_NC = _dkv_over(
-            dk_NC, dv_NC, k_NC, v_NC, key_N, q, q_row, q_head, dout, dout_row, dout_head, low, high, log_sum, delta,
-            first, last, num_queries, scale, DRAFT, HEADS, GROUP, C, PAD, M, N,
-        )  # fmt: skip
-    _put_rows(dk + key_head * dk_head, key_N, dk_row, dk_NC * natural_scale, C, PAD)
-    _put_rows(dv + key_head * dv_head, key_N, dv_row, dv_NC, C, PAD)
+LOG2_E = math.log2(math.e)
+LEAST = 16  # what a matrix unit multiplies at least
 
 
 @torch.library.custom_op("graphcap::attention", mutates_args=())
@@ -328,7 +32,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     heads, num_queries, channels = q.shape
     tiles, pad = tiles_for("forward", q), padded(channels)
-    _check(q, k, tiles)
+    _check(q, k, v, tiles)
     out, log_sum = _forward_shapes(q)
     draft_k, draft_v, has_draft = (k, v, False) if draft_k is None else (draft_k, draft_v, True)
     forward_kernel[num_queries // tiles.queries, heads](
@@ -360,14 +64,14 @@ def _backward(
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
     tiles = tiles_for("dq", q)
-    _check(q, k, tiles)
+    _check(q, k, v, tiles)
     dq_kernel[num_queries // tiles.queries, heads](
         q, k, v, draft_k, draft_v, low, high, out, log_sum, dout, dq, delta,
         *_strides(q, k, v, draft_k, draft_v, out, dout, dq), num_queries, scale * LOG2_E, scale,
         **sizes, M=tiles.queries, N=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     tiles = tiles_for("dkv", q)
-    _check(q, k, tiles)
+    _check(q, k, v, tiles)
     num_tiles = num_keys // tiles.keys
     dkv_kernel[key_heads, num_tiles + num_queries // tiles.keys](
         q, k, v, draft_k, draft_v, low, high, log_sum, delta, dout, dk, dv, draft_dk, draft_dv,
@@ -395,8 +99,6 @@ def _gradients(ctx, dout, _):
 
 
 _forward.register_autograd(_gradients, setup_context=_keep)
-LOG2_E = math.log2(math.e)
-LEAST = 16  # what a matrix unit multiplies at least
 
 
 def interval_attention(q_HQC: Tensor, context, blocks, low_R: Tensor, high_R: Tensor, *, group: int, scale: float) -> Tensor:
@@ -421,11 +123,21 @@ def padded(channels: int) -> int:
 
 
 def _strides(*tensors: Tensor) -> list[int]:
-    """(row, head) strides of each [heads, rows, C]."""
+    """(row, head) strides of each [heads, rows, C]. Raises: ConfigError where a place in one does not fit 32 bits."""
     assert all(tensor.stride(-1) == 1 for tensor in tensors), "the last dimension must be contiguous"
+    most = max(tensor.shape[1] * tensor.stride(1) for tensor in tensors)
+    if most >= 2**31:
+        raise ConfigError(
+            "row",
+            f"of {max(tensor.shape[1] for tensor in tensors)} tokens",
+            expected="at most 2,147,483,647 numbers in what attention reads",
+            got=f"{most:,}",
+            fix="set shapes.row_length lower",
+        )
     return [stride for tensor in tensors for stride in (tensor.stride(1), tensor.stride(0))]
 
 
-def _check(q: Tensor, k: Tensor, tiles: Tiles) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> None:
+    assert k.shape == v.shape and k.shape[2] == q.shape[2] and q.shape[0] % k.shape[0] == 0, (q.shape, k.shape, v.shape)
     whole = q.shape[1] % tiles.queries == 0 and k.shape[1] % tiles.keys == 0 and q.shape[1] % tiles.keys == 0
     assert whole, f"{q.shape[1]} queries and {k.shape[1]} keys are not whole tiles of {tiles}"

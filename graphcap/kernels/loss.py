@@ -33,7 +33,7 @@ def loss_kernel(logits, label, weight, loss, correct, num_columns, row_stride, C
         shrink = tl.exp(-tl.abs(x - most_C))
         total_C = tl.where(x > most_C, total_C * shrink + 1.0, total_C + shrink)
         most_C = tl.maximum(most_C, x)
-        before = (x > of_label) | ((x == of_label) & (column < target))  # the first of equals is the prediction
+        before = (x > of_label) | ((x == of_label) & (column < target)) | (x != x)  # the first of equals is the prediction
         beaten_C |= before.to(tl.int32)
     most = tl.max(most_C, 0)
     total = tl.sum(total_C * tl.exp(most_C - most), 0)

@@ -6,6 +6,8 @@ Called by kernels/attention.py and tools/kernel_targets.py. Loads no triton.
 import functools
 from dataclasses import dataclass
 
+from graphcap.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Tiles:
@@ -36,14 +38,27 @@ LARGE = {  # 9.0 and 10.0, 227 KB; measured on 9.0
     ("dkv", 64): Tiles(64, 64, 4, 1),
     ("dkv", 128): Tiles(64, 64, 4, 1),
 }
-FLOAT32 = Tiles(32, 32, 4, 1)
+FLOAT32 = {64: Tiles(32, 32, 4, 1), 128: Tiles(32, 32, 4, 1), 256: Tiles(16, 16, 4, 1)}
+LARGEST = 256  # head size
 
 
 def options(kernel: str, capability: tuple[int, int], head_dim: int, itemsize: int) -> Tiles:
-    """Tiles of a kernel: "forward", "dq" or "dkv". head_dim: a power of two. itemsize: bytes of a number."""
-    if itemsize > 2:
-        return FLOAT32
+    """Tiles of a kernel: "forward", "dq" or "dkv". head_dim: a power of two. itemsize: bytes of a number.
+
+    Raises: ConfigError for a head size that no tiles are made for.
+    """
+    if head_dim > LARGEST:
+        raise ConfigError(
+            "head size",
+            head_dim,
+            expected=f"at most {LARGEST} on a GPU",
+            got=f"heads that need tiles of {head_dim}",
+            cause="their tiles do not fit a GPU's shared memory",
+            fix="use a target of smaller heads, or set drafter.head_dim",
+        )
     size = max(64, head_dim)
+    if itemsize > 2:
+        return FLOAT32[size]
     large = LARGE if capability in ((9, 0), (10, 0)) else {}
     return large.get((kernel, size)) or SMALL[kernel, size]
 

@@ -66,4 +66,10 @@ class IntervalAttention:
         return visibility
 
     def __call__(self, q_HQC: Tensor, context: Pair, blocks: Pair | None, mask: Visibility, scale: float) -> Tensor:
-        return self.kernels(q_HQC, context, blocks, mask.low_R, mask.high_R, group=mask.group, scale=scale)
+        width, more = context[1].shape[-1], q_HQC.shape[-1] - context[1].shape[-1]
+        if more:  # values narrower than queries: as wide with zeros
+            context, blocks = (
+                (k, F.pad(v, (0, more))) if k is not None else None for k, v in (context, blocks or (None, None))
+            )
+        out_HQC = self.kernels(q_HQC, context, blocks, mask.low_R, mask.high_R, group=mask.group, scale=scale)
+        return out_HQC[..., :width] if more else out_HQC

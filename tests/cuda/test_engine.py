@@ -26,7 +26,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def small_step(*, num_updates: int = 100, kind=DrafterStep, **hyper):
-    """A step of DrafterStep's kind with a head size that flex attention takes: toy target, heads of 32, two drafter layers."""
+    """A step of DrafterStep's kind small enough to capture in seconds: toy target, heads of 32, two drafter layers."""
     model = tiny_model("qwen3", 0, head_dim=32).to(DEVICE, torch.bfloat16 if DEVICE.type == "cuda" else torch.float32)
     drafter = random_drafter(1, head_dim=32, num_layers=2, block_size=8)
     return make_step(Target(model, (0, 2)), drafter, num_updates=num_updates, kind=kind, **hyper)

@@ -158,13 +158,14 @@ def test_an_update_is_torchs_adamw_and_a_skipped_one_changes_only_the_gradients(
     optimizer = torch.optim.AdamW([parameter], betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
     for number in range(20):
         gradients, rate, skipped = torch.randn(5003, device=device) * 7, 1e-2 / (number + 1), number % 5 == 3
-        parameter.grad, optimizer.param_groups[0]["lr"] = gradients.double() / 7, rate
+        scale = 3.0 ** (number % 7)  # not the same for all: Adam would forget it
+        parameter.grad, optimizer.param_groups[0]["lr"] = gradients.double() / scale, rate
         before = [tensor.clone() for tensor in (master, *moments, step)]
         if skipped:
             gradients[17] = float("nan")
         else:
             optimizer.step()
-        scalars = {"rate": rate, "grad_scale": 7.0, "found_inf": float(skipped)}
+        scalars = {"rate": rate, "grad_scale": scale, "found_inf": float(skipped)}
         tensors = {name: torch.tensor(value, device=device) for name, value in scalars.items()}
         update.adamw_(master, *moments, gradients, weights, step, **tensors, **rates)
         assert not gradients.any()

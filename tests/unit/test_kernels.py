@@ -1,5 +1,6 @@
 """Our kernels in triton's interpreter, on a CPU in float32, against plain torch. On a GPU: tests/cuda/test_kernels.py."""
 
+import itertools
 import math
 import os
 import random
@@ -13,14 +14,16 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("tests/conftest.py sets TRITON_INTERPRET=1; this process does not have it", allow_module_level=True)
 pytest.importorskip("triton", reason="triton, of graphcap's test extra, is not installed")
 
+from graphcap.errors import ConfigError  # noqa: E402
 from graphcap.kernels import attention, loss, options, rows, update  # noqa: E402 - after the checks
-from graphcap.model.attention import DenseAttention, IntervalAttention  # noqa: E402
+from graphcap.model.attention import TILE, DenseAttention, IntervalAttention  # noqa: E402
 from graphcap.model.blocks import Visibility, row_visibility  # noqa: E402
 from graphcap.model.fused import RMSNorm, gate, rotary_table  # noqa: E402
 from graphcap.model.loss import chunk_loss  # noqa: E402
 from tests.toys import fresh_seed, relative  # noqa: E402
 
 HEADS, CHANNELS, SCALE = 2, 20, 0.3  # a head size that is no power of two
+options_of = options.options
 
 
 @pytest.fixture(autouse=True)
@@ -60,22 +63,23 @@ def intervals(num_blocks: int, num_context: int, rng: random.Random) -> tuple[to
     return tuple(torch.tensor([0 if hide else one for one, hide in zip(edges, none)]) for edges in (low, high))
 
 
-@pytest.mark.parametrize(("block_size", "key_heads", "ordered"), [(16, 2, True), (10, 1, True), (16, 2, False)])
+@pytest.mark.parametrize(("block_size", "key_heads", "ordered"), [(16, 2, True), (12, 1, True), (16, 2, False)])
 def test_attention_and_its_gradients_are_dense_attentions(block_size, key_heads, ordered):
     rng = random.Random(fresh_seed())
     num_blocks = 128 // math.gcd(128, block_size)
-    low, high = intervals(num_blocks, 256, rng)
+    num_context = 256 if block_size == 16 else 128
+    low, high = intervals(num_blocks, num_context, rng)
     if ordered:  # as in training: blocks that see all of a tile of keys follow one another
         order = (low + 1000 * high).argsort()
         low, high = low[order], high[order]
-    visibility = Visibility(low, high, group=block_size, num_context=256)
+    visibility = Visibility(low, high, group=block_size, num_context=num_context)
     num_queries = num_blocks * block_size
     errors = compare(visibility, num_queries, key_heads)
     assert max(errors.values()) < 1e-5, errors
     block = int((high - low).argmax())
 
     def hurt(visible):  # must fail: one key of one block, and one of its own
-        visible[block * block_size, [int(high[block]) - 1, 256 + block * block_size]] = False
+        visible[block * block_size, [int(high[block]) - 1, num_context + block * block_size]] = False
 
     errors = compare(visibility, num_queries, key_heads, hurt=hurt)
     assert min(errors.values()) > 1e-5, errors
@@ -109,24 +113,39 @@ def test_a_row_that_is_not_whole_tiles_is_refused():
 def test_every_chip_has_tiles_for_every_kernel_and_head_size():
     for capability in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (13, 7)):
         for head_dim in (16, 32, 64, 128, 256):
-            for kernel in ("forward", "dq", "dkv"):
-                tiles = options.SMALL.get((kernel, max(64, head_dim)))
-                assert attention.LEAST <= tiles.queries <= 128 and 128 % tiles.keys == 0, (capability, kernel, head_dim)
+            for kernel, itemsize in itertools.product(("forward", "dq", "dkv"), (2, 4)):
+                tiles = options_of(kernel, capability, head_dim, itemsize)
+                assert min(tiles.queries, tiles.keys) >= attention.LEAST, (capability, kernel, head_dim)
+                assert TILE % tiles.queries == 0 and TILE % tiles.keys == 0, (capability, kernel, head_dim)
+    with pytest.raises(ConfigError, match="head size '512': expected at most 256"):
+        options_of("forward", (9, 0), 512, 2)
+
+
+def test_values_narrower_than_queries_are_seen_as_they_are():
+    fresh_seed()
+    visibility = row_visibility(torch.arange(128))
+    q, k = states(HEADS, 128).detach(), states(HEADS, 128).detach()
+    v = torch.randn(HEADS, 128, 12)
+    dense, ours = DenseAttention(), IntervalAttention()
+    expected = dense(q, (k, v), None, dense.mask(visibility, 128), SCALE)
+    out = ours(q, (k, v), None, ours.mask(visibility, 128), SCALE)
+    assert out.shape == expected.shape and relative(out - expected, expected) < 1e-5
 
 
 def test_the_loss_kernel_is_the_plain_loss():
     fresh_seed()
-    logits_MV, weight_M = torch.randn(6, 5000) * 3, torch.rand(6)
-    label_M = torch.randint(0, 5000, (6,))
+    logits_MV, weight_M = torch.randn(7, 5000) * 3, torch.rand(7)
+    label_M = torch.randint(0, 5000, (7,))
     label_M[:4] = logits_MV[:4].argmax(1)
     logits_MV[2, 4999] = logits_MV[2, label_M[2]]  # one as large behind it
     label_M[3], logits_MV[3, 4999] = 4999, logits_MV[3, label_M[3]]  # and one before
+    logits_MV[6] = math.nan
     losses, correct, gradient = chunk_loss(logits_MV, label_M, weight_M)
-    loss_M, correct_M = torch.empty(6), torch.empty(6, dtype=torch.bool)
+    loss_M, correct_M = torch.empty(7), torch.empty(7, dtype=torch.bool)
     loss.chunk_loss_(logits_MV, label_M, weight_M, loss_M, correct_M)
-    torch.testing.assert_close(loss_M, losses, rtol=1e-5, atol=1e-5)
-    assert torch.equal(correct_M, correct) and correct[:3].all() and not correct[3]
-    torch.testing.assert_close(logits_MV, gradient, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(loss_M, losses, rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert torch.equal(correct_M, correct) and correct[:3].all() and not correct[[3, 6]].any()
+    torch.testing.assert_close(logits_MV, gradient, rtol=1e-4, atol=1e-7, equal_nan=True)
 
 
 def test_gradients_are_added_at_their_places_however_many_and_large():
@@ -150,12 +169,13 @@ def test_the_update_kernel_is_torchs_adamw():
     for number, skipped in enumerate((False, False, True, False)):
         gradients, rate = torch.randn(3000) * 7 ** (number + 1), 1e-2 / (number + 1)
         before = [tensor.clone() for tensor in (master, *moments, step)]
-        parameter.grad, optimizer.param_groups[0]["lr"] = gradients.double() / 7, rate
+        scale = 3.0**number  # not the same for all: Adam would forget it
+        parameter.grad, optimizer.param_groups[0]["lr"] = gradients.double() / scale, rate
         if skipped:
             gradients[17] = math.nan
         else:
             optimizer.step()
-        scalars = {"rate": torch.tensor(rate), "grad_scale": torch.tensor(7.0), "found_inf": torch.tensor(float(skipped))}
+        scalars = {"rate": torch.tensor(rate), "grad_scale": torch.tensor(scale), "found_inf": torch.tensor(float(skipped))}
         update.adamw_(master, *moments, gradients, weights, step, **scalars, **rates)
         assert not gradients.any() and torch.equal(weights, master)
         assert all(map(torch.equal, before, (master, *moments, step))) is skipped
