@@ -1,8 +1,12 @@
 """What every test process needs before torch or transformers is imported, and the skip of tests that need a GPU."""
 
 import os
+import signal
 
 import pytest
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so a shell starts what it puts in the background; tests use Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 for name, value in {
     "OMP_NUM_THREADS": "1",  # several test processes share few cores
