@@ -19,7 +19,7 @@ from graphcap.data.planner import Shapes
 from graphcap.data.prefetch import RowReader
 from graphcap.engine import Engine
 from graphcap.engine.evaluation import Evaluation
-from graphcap.engine.guard import start_compile_workers, torchs_cache_folder, use_deterministic_math
+from graphcap.engine.guard import torchs_cache_folder, use_deterministic_math
 from graphcap.engine.marks import Marks
 from graphcap.engine.memory import Sizes
 from graphcap.engine.offline import StoredStep
@@ -84,7 +84,6 @@ def build(recipe: Recipe, *, continued: dict | None, say, recorder: Recorder) ->
     device, dtype = device_and_dtype(recipe.run.device, recipe.target.dtype)
     if device.type == "cuda":
         caches.use(made_by(), say, unless=torchs_cache_folder())
-        start_compile_workers()
     _set_threads(recipe, continued, say)
     _check_same_machine(device, dtype, continued)
     recorder.device(_gpu_name() if device.type == "cuda" else "CPU")

@@ -24,7 +24,7 @@ from graphcap.data.features import INDEX, FeatureStore, Kind, check_store, neede
 from graphcap.data.loader import arrange_with
 from graphcap.data.packing import Row
 from graphcap.engine import Engine
-from graphcap.engine.guard import start_compile_workers, torchs_cache_folder, use_deterministic_math
+from graphcap.engine.guard import torchs_cache_folder, use_deterministic_math
 from graphcap.engine.memory import gib
 from graphcap.engine.offline import FeatureStep
 from graphcap.errors import ConfigError, closing
@@ -79,7 +79,6 @@ def extract(recipe: Recipe, out: str, *, continued: dict | None, eager: bool, ca
     device, dtype = device_and_dtype(recipe.run.device, recipe.target.dtype)
     if device.type == "cuda":
         caches.use(made_by(), say, unless=torchs_cache_folder())
-        start_compile_workers()
     threads = continued["threads"] if continued is not None else recipe.run.threads
     if threads:
         torch.set_num_threads(threads)

@@ -27,7 +27,7 @@ from graphcap.data.packing import Schedule, choose_anchors
 from graphcap.data.planner import TILE_TOKENS, Bucket, Shapes
 from graphcap.data.sample import PLAIN_MARKS, supervised_text
 from graphcap.engine import Engine
-from graphcap.engine.guard import start_compile_workers, torchs_cache_folder, use_deterministic_math
+from graphcap.engine.guard import torchs_cache_folder, use_deterministic_math
 from graphcap.engine.memory import Sizes, gib
 from graphcap.engine.timing import median_ms, samples
 from graphcap.errors import ConfigError, DataError, GraphcapError
@@ -102,7 +102,6 @@ def measured_costs(recipe: Recipe, frame: Frame, largest: Bucket, *, device, dty
     use_deterministic_math()
     if device.type == "cuda":
         caches.use(made_by(), say, unless=torchs_cache_folder())
-        start_compile_workers()
     if recipe.run.threads:
         torch.set_num_threads(recipe.run.threads)
     where = {"revision": recipe.target.revision, "trust_remote_code": recipe.target.trust_remote_code}

@@ -56,6 +56,8 @@ def tiny_model(family: str, seed: int, **changes) -> nn.Module:
     config_class, model_class = {
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+        "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
         "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
         "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
     }[family]
@@ -73,6 +75,8 @@ def tiny_model(family: str, seed: int, **changes) -> nn.Module:
         "eos_token_id": None,
         "pad_token_id": None,
     }
+    if family == "qwen2":
+        del sizes["head_dim"]
     if family == "gemma3":
         kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
         sizes |= {"sliding_window": 8, "layer_types": kinds, "query_pre_attn_scalar": 8}

@@ -36,7 +36,7 @@ from graphcap.data.costs import PS_PER_S, Costs
 from graphcap.data.packing import Schedule
 from graphcap.data.planner import Bucket, Shapes, plan
 from graphcap.engine import Engine
-from graphcap.engine.guard import start_compile_workers, use_deterministic_math, wait_for_compile_workers
+from graphcap.engine.guard import use_deterministic_math
 from graphcap.engine.optimizer import Hyper
 from graphcap.engine.step import DrafterStep
 from graphcap.engine.timing import median_ms, samples
@@ -187,9 +187,6 @@ def main() -> None:
         ROW_LENGTH[name] = min(ROW_LENGTH[name], options.row_length or ROW_LENGTH[name])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     use_deterministic_math()
-    if device.type == "cuda":
-        start_compile_workers()
-        wait_for_compile_workers()
     step, results = make_step(options.size, device), []
     for name in options.sets.split(","):
         costs = measured_costs(step, Bucket(ROW_LENGTH[name], search.round_up(ROW_LENGTH[name] // 8, UNIT)), options.times)

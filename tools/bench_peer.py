@@ -43,7 +43,7 @@ from graphcap.data.costs import ASSUMED
 from graphcap.data.packing import Schedule
 from graphcap.data.planner import Bucket
 from graphcap.engine import Engine
-from graphcap.engine.guard import start_compile_workers, use_deterministic_math, wait_for_compile_workers
+from graphcap.engine.guard import use_deterministic_math
 from graphcap.engine.step import DrafterStep
 from graphcap.engine.timing import median_ms
 from graphcap.model.blocks import default_gamma
@@ -271,9 +271,6 @@ def main() -> None:
     check_commit(options.clone, COMMIT, "sgl-project/SpecForge")
     specforge, on_gpu = SpecForge(options.clone), options.device.type == "cuda"
     settings = use_deterministic_math()
-    if on_gpu:
-        start_compile_workers()
-        wait_for_compile_workers()
     where = environment(settings) if on_gpu else {"gpu": "none", "torch": torch.__version__, "settings": settings}
     results = {"fixed": fixed_table([case for case in options.cases.split(",") if case], specforge, options)}
     if options.documents:

@@ -28,7 +28,7 @@ from graphcap.data.packing import Schedule, num_anchors_of
 from graphcap.data.planner import plan
 from graphcap.data.prefetch import RowReader
 from graphcap.engine import Bucket, Engine
-from graphcap.engine.guard import start_compile_workers, use_deterministic_math
+from graphcap.engine.guard import use_deterministic_math
 from graphcap.engine.marks import Marks
 from graphcap.engine.metrics import gaps_of
 from graphcap.engine.offline import StoredStep
@@ -233,7 +233,6 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=50, help="timed updates")
     options = parser.parse_args()
     settings = use_deterministic_math()
-    start_compile_workers()
     measure = {"loader": loader, "features": features, "recorder": recorder, "saver": saver}[options.what]
     print(json.dumps(environment(settings) | {"results": [measure(options.case, options.updates)]}))
 

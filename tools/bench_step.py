@@ -25,7 +25,7 @@ import torch
 
 from graphcap.data.planner import Shapes
 from graphcap.engine import Bucket, Engine
-from graphcap.engine.guard import start_compile_workers, use_deterministic_math, wait_for_compile_workers
+from graphcap.engine.guard import use_deterministic_math
 from graphcap.engine.metrics import gaps_of
 from graphcap.engine.optimizer import Hyper
 from graphcap.engine.step import DrafterStep
@@ -95,14 +95,19 @@ def make_step(size: str, length: int, target: Target | None = None, *, kind: typ
     return kind(target, drafter, decay=decay(BLOCK_SIZE, default_gamma(BLOCK_SIZE)), hyper=hyper, chunk_tokens=2048)
 
 
-def needed(step: DrafterStep, bucket: Bucket, anchors: np.ndarray) -> dict[str, float]:
+def seen_pairs(arrays: dict[str, np.ndarray]) -> float:
+    """(query, key) pairs of a row: every token of a block sees its document up to the anchor, and the block."""
+    anchors = arrays["anchors"]
+    return float((arrays["position"][anchors] + BLOCK_SIZE).sum()) * BLOCK_SIZE
+
+
+def needed(step: DrafterStep, bucket: Bucket, arrays: dict[str, np.ndarray]) -> dict[str, float]:
     """FLOPs that one step must do and the floor in ms: those at the matmul rate, 48 bytes a parameter at the copy rate."""
     c, rows, draft = step.drafter.config, bucket.length, bucket.num_anchors * BLOCK_SIZE
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     fuse = 2 * rows * NUM_TAPPED * c.hidden_size**2
     layer = 2 * c.hidden_size * (2 * draft * q + 2 * (rows + draft) * kv + 3 * draft * c.intermediate_size)
-    seen = float(anchors.sum()) * BLOCK_SIZE + draft * BLOCK_SIZE
-    attention = 4 * seen * q
+    attention = 4 * seen_pairs(arrays) * q
     head = 2 * draft * (BLOCK_SIZE - 1) / BLOCK_SIZE * c.hidden_size * c.vocab_size
     flops = 2 * fuse + NUM_LAYERS * (3 * layer + 3.5 * attention) + 2 * head
     parameters = sum(p.numel() for p in step.drafter.parameters())
@@ -136,7 +141,7 @@ def bench(case: str, updates: int) -> dict:
     step = make_step(size, bucket.length)
     result = {"case": case}
     arrays = step.example(bucket)
-    result |= needed(step, bucket, arrays["anchors"])
+    result |= needed(step, bucket, arrays)
     for mode in ("eager", "replay"):
         engine = Engine(step, (bucket,))
         torch.cuda.reset_peak_memory_stats()
@@ -182,19 +187,15 @@ def forget() -> None:
 def start_up(path: str, size: str, with_target: bool) -> dict:
     """Seconds from the first compile to the last capture over the buckets of a shapes file, and the pool's memory."""
     buckets = Shapes.load(path).buckets
-    begin = time.perf_counter()
-    wait_for_compile_workers()  # in training they come up while target and data are loaded
-    workers_s = time.perf_counter() - begin
     engine = Engine(make_step(size, buckets[0].length, qwen3_target() if with_target else None), buckets)
     engine.prepare(eager=False, say=lambda line: print(line, flush=True))
     result = {
         "case": f"start-up {path} {size}{' with a target' if with_target else ''}",
-        "workers_s": workers_s,
         "compiles": engine.door.counts.before,
         **dataclasses.asdict(engine.start_up),
     }
     engine.close()
-    print(f"start-up {result['total_s']:.1f} s, compile workers {workers_s:.1f} s before it", flush=True)
+    print(f"start-up {result['total_s']:.1f} s", flush=True)
     return result
 
 
@@ -264,7 +265,6 @@ def main() -> None:
     parser.add_argument("--checkpointing", metavar="CASE", help="measure gradient checkpointing instead")
     options = parser.parse_args()
     settings = use_deterministic_math()
-    start_compile_workers()
     results = []
     if options.start_up:
         results.append(start_up(options.start_up, options.size, options.target))

@@ -64,7 +64,7 @@ def write_recipe(folder: Path, options) -> Path:
             "max_length": options.max_length,
         },
         "drafter": {"block_size": BLOCK_SIZE},
-        "shapes": {"row_length": options.row_length},
+        "shapes": {"row_length": options.row_length, "anchor_density": options.anchor_density},
         "optimizer": {"epochs": 1, "tokens_per_update": options.tokens_per_update},
         "eval": {"every": 10**6, "documents": 8, "prompts": 1, "max_new_tokens": 4, "passes": 1},
         "checkpoint": {"every": 10**6},
@@ -139,7 +139,8 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=20_000)
     parser.add_argument("--size", default="smol", choices=HIDDEN, help="of the target")
     parser.add_argument("--max-length", type=int, default=4096, help="of a document")
-    parser.add_argument("--row-length", type=int, default=4096)
+    parser.add_argument("--row-length", type=int, default=8192)
+    parser.add_argument("--anchor-density", type=float, default=0.266, help="anchors a supervised token")
     parser.add_argument("--tokens-per-update", type=int, default=32_768)
     parser.add_argument("--features", action="store_true", help="from disk, extracted first")
     options = parser.parse_args()

@@ -21,9 +21,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from graphcap.kernels import attention, loss, options, update
+from graphcap.kernels import attention, loss, options, rows, update
 
 SHARED_BYTES = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}  # KB a block
+WIDTHS = {"smol": (576, 1536), "q0.6b": (1024, 3072), "q8b": (4096, 12288)}  # hidden, MLP
 HEADS = {"smol": (9, 3, 64), "q0.6b": (16, 8, 128), "q8b": (32, 8, 128), "head 256": (8, 2, 256)}
 BLOCK_SIZE, NUM_ANCHORS, LENGTH, VOCABULARY = 16, 128, 1024, 49152
 TYPES = {
@@ -38,15 +39,19 @@ TYPES = {
 def recorded(chip: tuple[int, int]) -> list[tuple]:
     """(kernel, arguments, keywords) of every launch of a micro step and an update on that chip; nothing runs."""
     launches = []
-    run, capability = JITFunction.run, options.capability
+    run, capability, processors = JITFunction.run, options.capability, options.num_processors
     JITFunction.run = lambda self, *arguments, grid, warmup, **keywords: launches.append((self, arguments, keywords))
     options.capability = lambda device: chip
     try:
         for heads, key_heads, head_dim in HEADS.values():
-            attend(heads, key_heads, head_dim)
+            for count in (0, 132):  # gradients of keys all heads at once, and head by head
+                options.num_processors = lambda device, count=count: count
+                attend(heads, key_heads, head_dim)
+        for hidden, width in WIDTHS.values():
+            pass_between(hidden, width)
         learn()
     finally:
-        JITFunction.run, options.capability = run, capability
+        JITFunction.run, options.capability, options.num_processors = run, capability, processors
     return launches
 
 
@@ -60,8 +65,19 @@ def attend(heads: int, key_heads: int, head_dim: int) -> None:
     blocks = states(key_heads, draft), states(key_heads, draft)
     out = attention.interval_attention(q, context, blocks, edges, edges, group=BLOCK_SIZE, scale=head_dim**-0.5)
     out.sum().backward()
+    table = tuple(torch.zeros(draft, head_dim, dtype=torch.bfloat16) for _ in range(2))
+    rows.norm_rotate(q, torch.ones(head_dim, dtype=torch.bfloat16, requires_grad=True), table, 1e-6).sum().backward()
     row = torch.zeros(LENGTH, dtype=torch.int64)
     attention.interval_attention(states(heads, LENGTH), context, None, row, row, group=1, scale=head_dim**-0.5)
+
+
+def pass_between(hidden: int, width: int) -> None:
+    x, other, gate_up = (
+        torch.zeros(64, size, dtype=torch.bfloat16, requires_grad=True) for size in (hidden, hidden, 2 * width)
+    )
+    total, out = rows.norm(x, other, torch.ones(hidden, dtype=torch.bfloat16, requires_grad=True), 1e-6)
+    (total.sum() + out.sum() + rows.norm(x, None, torch.ones(hidden, dtype=torch.bfloat16), 1e-6)[1].sum()).backward()
+    rows.gate(gate_up).sum().backward()
 
 
 def learn() -> None:
@@ -87,11 +103,15 @@ def compiled(chip: tuple[int, int], kernel: JITFunction, arguments: tuple, keywo
         (names.index(name),): [["tt.divisibility", 16]] for name, value in values.items() if divisible(name, value, constexprs)
     }
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constexprs.items()}, attributes)
-    launch = {"num_warps": keywords["num_warps"], "num_stages": keywords.get("num_stages", 3)}
+    launch = {"num_warps": keywords.get("num_warps", 4), "num_stages": keywords.get("num_stages", 3)}
     done = triton.compile(source, target=GPUTarget("cuda", 10 * chip[0] + chip[1], 32), options=launch)
     registers, spilled = usage(done.asm["cubin"])
     found = {"kernel": kernel.__name__, "shared": done.metadata.shared, "registers": registers, "spilled": spilled}
-    shown = {name: value for name, value in constexprs.items() if name in ("PAD", "M", "N", "GROUP", "COLUMNS", "NUMBERS")}
+    shown = {
+        name: value
+        for name, value in constexprs.items()
+        if name in ("PAD", "M", "N", "GROUP", "APART", "COLUMNS", "NUMBERS", "HEADS", "ROWS")
+    }
     return found | {"constants": shown | launch}
 
 

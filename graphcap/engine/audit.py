@@ -1,4 +1,4 @@
-"""The audit of a bucket's attention: the compiled layer, at the bucket's real shape, against a dense float32 reference.
+"""The audit of a bucket's attention: a layer, at the bucket's real shape, against a dense float32 reference.
 
 Blocks do not see each other, so a few sampled blocks can be computed densely and exactly: their outputs, the gradient of
 their inputs, and, with no gradient coming in anywhere else, the whole gradient of the context's keys and values.
@@ -15,6 +15,7 @@ from graphcap.errors import CaptureError
 from graphcap.model.attention import DenseAttention, joined
 from graphcap.model.blocks import Blocks, Visibility
 from graphcap.model.drafter import Layer
+from graphcap.model.fused import written_out
 
 NUM_SAMPLED = 64
 REFERENCE_BLOCKS = 8  # sampled blocks that are in the reference's memory at a time
@@ -22,10 +23,10 @@ TOLERANCE = 0.05  # of a block's or tensor's norm: bf16 stays under 0.02, one ke
 
 
 def audit_attention(layer: Layer, blocks: Blocks, table_Q, context, attend, *, bucket_name: str, scale: float) -> None:
-    """Compare `layer`, as it is compiled and trained, with a dense float32 copy of it on sampled blocks.
+    """Compare `layer`, as it trains, with a dense float32 copy of it on sampled blocks.
 
     table_Q: rotary table of the blocks. context: keys and values [G, T, C]. attend: the attention that training hands to the
-    layer. All of them laid out in memory as in training, so that the layer needs no compile of its own here.
+    layer. All of them laid out in memory as in training.
     Raises: CaptureError naming bucket and quantity, with the largest relative error.
     """
     device, group = table_Q[0].device, blocks.visibility.group
@@ -82,7 +83,6 @@ def _tokens(block_R: Tensor, group: int) -> Tensor:
 def _reference(layer: Layer, x_QD, table_Q, context, visibility: Visibility, sampled_R, incoming_MD, scale: float):
     """The layer in float32 with dense attention on the sampled blocks, a few at a time: output and the three gradients."""
     exact = copy.deepcopy(layer).float()
-    exact._compiled_call_impl = None
     k, v = (tensor.detach().float().requires_grad_() for tensor in context)
     outputs, gradients, dk, dv = [], [], torch.zeros_like(k), torch.zeros_like(v)
     group, size = visibility.group, REFERENCE_BLOCKS
@@ -92,7 +92,8 @@ def _reference(layer: Layer, x_QD, table_Q, context, visibility: Visibility, sam
         few = Visibility(visibility.low_R[block_R], visibility.high_R[block_R], group, visibility.num_context)
         mask = DenseAttention().mask(few, len(x))
         table_M = tuple(part[token_M].float() for part in table_Q)
-        out = exact(x, table_M, (k, v), lambda q, *keys, mask=mask: _dense(q, *keys, mask, scale))
+        with written_out():  # no kernel checks itself
+            out = exact(x, table_M, (k, v), lambda q, *keys, mask=mask: _dense(q, *keys, mask, scale))
         dx, part_k, part_v = torch.autograd.grad(out, (x, k, v), incoming)
         outputs.append(out.detach())
         gradients.append(dx)

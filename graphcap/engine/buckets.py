@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from graphcap.engine.capture import Capturer, Graph
-from graphcap.engine.guard import Census, Compiles, Door, bits_of, check_same_bits, explained, separate_caches
+from graphcap.engine.guard import Census, Compiles, Door, bits_of, check_same_bits, explained
 from graphcap.engine.marks import Marks
 from graphcap.engine.metrics import Idle, gaps_of
 from graphcap.engine.slots import Buffer, Slot, Staging
@@ -119,7 +119,6 @@ class Engine:
         if self.step.device.type != "cuda":
             return
         start = time.perf_counter()
-        separate_caches(next(iter(self.slots)).name)
         self.door = Door()
         self.start_up.compiles = self.door.counts
         self._capturer = Capturer(self.step.device)

@@ -32,14 +32,9 @@ TORCH_NAMES = (
     ("torch.use_deterministic_algorithms", "2.11 2.13"),
     ("torch.utils.deterministic.fill_uninitialized_memory", "2.11 2.13"),
     ("torch._inductor.config.deterministic", "2.11 2.13"),
-    ("torch._inductor.async_compile.maybe_warm_pool", "2.11 2.13"),
-    ("torch._inductor.async_compile.AsyncCompile.wait_pool_ready", "2.11 2.13"),
     ("torch._inductor.runtime.cache_dir_utils.default_cache_dir", "2.11 2.13"),
     ("torch.nn.attention.flex_attention._warn_once", "2.11 2.13"),
     ("torch.nn.attention.flex_attention._WARNINGS_SHOWN", "2.11 2.13"),
-    ("torch.compiler.config.cache_key_tag", "2.11 2.13"),
-    ("torch._dynamo.maybe_mark_dynamic", "2.11 2.13"),
-    ("torch.nn.Module._compiled_call_impl", "2.11 2.13"),
     ("torch.autograd.set_multithreading_enabled", "2.11 2.13"),
     ("torch.optim.adamw.adamw", "2.11 2.13"),
     ("torch.cuda.graph", "2.11 2.13"),
@@ -76,34 +71,6 @@ def use_deterministic_math() -> dict[str, str]:
         "bf16_reduced_precision_reduction": "off",
         "inductor": "deterministic" if torch.cuda.is_available() else "not used",
     }
-
-
-def start_compile_workers() -> None:
-    """Start the processes in which Inductor compiles kernels, in the background; without a GPU nothing.
-
-    Until they are up kernels are compiled one after the other in this process, so start them before target and data load.
-    """
-    if torch.cuda.is_available():
-        from torch._inductor.async_compile import maybe_warm_pool
-
-        maybe_warm_pool()
-
-
-def separate_caches(name: str) -> None:
-    """Let what this process compiles be found again only by those that compile for the same first shapes.
-
-    Functions of dynamic shapes are compiled for the first, which decides how sums are split; torch's key does not name it.
-    """
-    import torch.compiler.config as config
-
-    config.cache_key_tag = name
-
-
-def wait_for_compile_workers() -> None:
-    """Wait for them. Training does not: its first bucket compiles while the last of them come up."""
-    from torch._inductor.async_compile import AsyncCompile
-
-    AsyncCompile.wait_pool_ready()
 
 
 def torchs_cache_folder() -> str:

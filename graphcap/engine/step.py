@@ -34,21 +34,11 @@ class DrafterStep(Step):
         device, dtype = target.head_VD.device, target.head_VD.dtype
         self.device, self.block_size = device, drafter.config.block_size
         self.attention = attention_for(device)
-        self._context = drafter.context
-        if device.type == "cuda":
-            self.compile()
         self._examples = itertools.count()
         self.decay_J = torch.tensor(decay, dtype=torch.float32, device=device)
         # statistics of an update: loss sum, weight sum, blocks with a label, matches in all, matches of each slot
         self.state = FlatState(drafter, num_statistics=4 + len(decay), dtype=dtype, device=device)
         self.ring = torch.zeros(RING, len(self.metric_names), dtype=torch.float32, device=device)
-
-    def compile(self, *, backend: str = "inductor") -> None:
-        """Compile context, layers and final norm at their first call: once each, for buckets of any length."""
-        how = {"dynamic": True, "fullgraph": True, "backend": backend}
-        self._context = torch.compile(self.drafter.context, **how)
-        for module in (*self.drafter.layers, self.drafter.norm):
-            module.compile(**how)
 
     @property
     def metric_names(self) -> list[str]:
@@ -99,18 +89,16 @@ class DrafterStep(Step):
     def micro(self, slot: Slot) -> None:
         """Forward and backward of the row in `slot`; gradients and statistics are added to the flat sums. Capture: safe."""
         blocks, loss_sum, correct_NJ = self._forward(slot)
-        # On this thread: a layer run again in the backward must find what was compiled for it here.
+        # On this thread, which is the one that captures.
         with torch.autograd.set_multithreading_enabled(False):
             gradients = torch.autograd.grad(loss_sum, self.state.parameters)
         self.state.accumulate(gradients)
         self.state.statistics.add_(self._statistics(blocks, loss_sum.detach(), correct_NJ))
 
+    @torch.no_grad()
     def evaluate(self, slot: Slot) -> tuple[Tensor, Tensor]:
-        """Forward only: the row's statistics, float32 [4 + J], and which slots are right, bool [N, J]. Capture: safe.
-
-        Gradients stay enabled, so that the layers compiled for training serve here too; nothing is kept for a backward.
-        """
-        blocks, loss_sum, correct_NJ = self._forward(slot, keep_graph=False)
+        """Forward only: the row's statistics, float32 [4 + J], and which slots are right, bool [N, J]. Capture: safe."""
+        blocks, loss_sum, correct_NJ = self._forward(slot)
         return self._statistics(blocks, loss_sum, correct_NJ), correct_NJ
 
     def update(self) -> None:
@@ -135,7 +123,7 @@ class DrafterStep(Step):
         self.ring.index_copy_(0, row, torch.cat((metrics, means[1:]))[None])
 
     def audit(self, bucket, slot: Slot) -> None:
-        """Check the bucket's compiled attention against a dense reference. Reads on the host; before capture only.
+        """Check the bucket's attention against a dense reference. Reads on the host; before capture only.
 
         Raises: CaptureError naming bucket and quantity.
         """
@@ -146,19 +134,14 @@ class DrafterStep(Step):
             drafter.layers[0],
             blocks,
             drafter.table(blocks.position_Q, dtype),
-            self._context(features_TF, slot["position"].long())[0],
+            self.drafter.context(features_TF, slot["position"])[0],
             self._attend(blocks),
             bucket_name=bucket.name,
             scale=drafter.scale,
         )
 
     def _attend(self, blocks: Blocks):
-        """Attention over [context | blocks] under the blocks' mask, as the drafter's layers call it.
-
-        Made here alone: a layer is compiled once for one such function, and what is audited is what trains.
-        """
-        for edge_R in (blocks.visibility.low_R, blocks.visibility.high_R):
-            torch._dynamo.maybe_mark_dynamic(edge_R, 0)
+        """Attention over [context | blocks] under the blocks' mask, as the drafter's layers call it: trained and audited."""
         mask = self.attention.mask(blocks.visibility, blocks.token_ids_Q.numel())
         attention, scale = self.attention, self.drafter.scale
         return lambda q, context, block: attention(q, context, block, mask, scale)
@@ -180,16 +163,12 @@ class DrafterStep(Step):
         self.target.features(token_ids_T, slot["position"], features_TF)
         return features_TF
 
-    def _forward(self, slot: Slot, *, keep_graph: bool = True) -> tuple[Blocks, Tensor, Tensor]:
+    def _forward(self, slot: Slot) -> tuple[Blocks, Tensor, Tensor]:
         features_TF = self._features(slot)
         blocks = self._blocks(slot)
-        context = self._context(features_TF, slot["position"].long())
+        context = self.drafter.context(features_TF, slot["position"])
         embeddings_QD = self.target.embed(blocks.token_ids_Q)
-        # As if the embedding were trained: the first layer then runs what was compiled for the others.
-        embeddings_QD = embeddings_QD.detach().requires_grad_()
         hidden_QD = self.drafter(embeddings_QD, blocks.position_Q, context, self._attend(blocks))
-        if not keep_graph:
-            hidden_QD = hidden_QD.detach()
         hidden_NKD = hidden_QD.unflatten(0, (-1, self.block_size))
         loss_sum, correct_M = head_loss(
             hidden_NKD[:, 1:].flatten(0, 1),

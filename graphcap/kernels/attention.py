@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from graphcap.errors import ConfigError
-from graphcap.kernels import options
+from graphcap.kernels import options, sums
 from graphcap.kernels.intervals import dkv_kernel, dq_kernel, forward_kernel
 from graphcap.kernels.options import Tiles
 
@@ -73,12 +73,17 @@ def _backward(
     tiles = tiles_for("dkv", q)
     _check(q, k, v, tiles)
     num_tiles = num_keys // tiles.keys
-    dkv_kernel[key_heads, num_tiles + num_queries // tiles.keys](
-        q, k, v, draft_k, draft_v, low, high, log_sum, delta, dout, dk, dv, draft_dk, draft_dv,
-        *_strides(q, k, v, draft_k, draft_v, dout, dk, dv, draft_dk, draft_dv),
-        num_queries, low.numel(), num_tiles, scale * LOG2_E, scale,
-        **sizes, M=tiles.queries, N=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
+    apart = heads > key_heads and options.heads_apart(key_heads * num_tiles, q.device)
+    parts = q.new_empty(2, num_keys, heads, channels, dtype=torch.float32) if apart else None
+    summands = parts.transpose(1, 2) if apart else (dk, dv)
+    dkv_kernel[heads if apart else key_heads, num_tiles + num_queries // tiles.keys](
+        q, k, v, draft_k, draft_v, low, high, log_sum, delta, dout, *summands, draft_dk, draft_dv,
+        *_strides(q, k, v, draft_k, draft_v, dout, *summands, draft_dk, draft_dv),
+        key_heads, num_queries, low.numel(), num_tiles, scale * LOG2_E, scale,
+        **sizes, APART=apart, M=tiles.queries, N=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
+    if apart:
+        sums.of_heads_(parts, dk, dv)
     return gradients
 
 

@@ -10,7 +10,7 @@ Called by kernels/attention.py. Needs triton, which torch's CUDA builds bring al
 import triton
 import triton.language as tl
 
-HIDDEN = tl.constexpr(-1.0e30)  # a score that no softmax sees once a real one has come
+HIDDEN = tl.constexpr(-1.0e9)  # a score that no softmax sees once a real one has come; larger, it would overflow where fused
 FAR = tl.constexpr(1 << 30)
 CONTEXT, PARTLY, DRAFT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what a run of key tiles is: seen by all, by some
 GROUPS_AT_ONCE = tl.constexpr(1024)
@@ -78,17 +78,17 @@ def _forward_over(
     out_MC, total_M, most_M, q_MC, k, k_row, v, v_row, query_M, low_M, high_M, begin, end, scale,
     KIND: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, PAD: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Softmax so far (unscaled sum of values, sum and largest score, base 2), continued over the keys of [begin, end)."""
+    """Softmax so far (sum of values, sum, largest score without the scale), continued over the keys of [begin, end)."""
     for start in tl.range(begin, end, N):
         key_N = start + tl.arange(0, N)
         k_NC = _rows(k, key_N, k_row, C, PAD)
-        score = tl.dot(q_MC, tl.trans(k_NC), input_precision="ieee") * scale
+        score = tl.dot(q_MC, tl.trans(k_NC), input_precision="ieee")
         if KIND != CONTEXT:
             seen = _seen(key_N[None, :], query_M[:, None], low_M[:, None], high_M[:, None], GROUP, KIND)
             score = tl.where(seen, score, HIDDEN)
         larger_M = tl.maximum(most_M, tl.max(score, 1))
-        weight = tl.exp2(score - larger_M[:, None])
-        shrink_M = tl.exp2(most_M - larger_M)
+        weight = tl.exp2(score * scale - (larger_M * scale)[:, None])  # one instruction before the exponential
+        shrink_M = tl.exp2((most_M - larger_M) * scale)
         total_M = total_M * shrink_M + tl.sum(weight, 1)
         v_NC = _rows(v, key_N, v_row, C, PAD)
         out_MC = tl.dot(weight.to(v_NC.dtype), v_NC, out_MC * shrink_M[:, None], input_precision="ieee")
@@ -135,7 +135,7 @@ def forward_kernel(
         PARTLY, GROUP, C, PAD, N,
     )  # fmt: skip
     _put_rows(out + head * out_head, query_M, out_row, out_MC / total_M[:, None], C, PAD)
-    tl.store(log_sum + head * num_queries + query_M, most_M + tl.log2(total_M))
+    tl.store(log_sum + head * num_queries + query_M, most_M * scale + tl.log2(total_M))
 
 
 @triton.jit
@@ -259,15 +259,26 @@ def dkv_kernel(
     q, k, v, draft_k, draft_v, low, high, log_sum, delta, dout, dk, dv, draft_dk, draft_dv,
     q_row, q_head, k_row, k_head, v_row, v_head, draft_k_row, draft_k_head, draft_v_row, draft_v_head,
     dout_row, dout_head, dk_row, dk_head, dv_row, dv_head, draft_dk_row, draft_dk_head, draft_dv_row, draft_dv_head,
-    num_queries, num_groups, num_tiles, scale, natural_scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, PAD: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    num_key_heads, num_queries, num_groups, num_tiles, scale, natural_scale,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, PAD: tl.constexpr, APART: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv of the context (the first num_tiles of every head: they take long, and begin first) and of the draft."""
-    key_head, tile = tl.program_id(0), tl.program_id(1)
-    q += key_head * HEADS * q_head
-    dout += key_head * HEADS * dout_head
-    log_sum += key_head * HEADS * num_queries
-    delta += key_head * HEADS * num_queries
+    """dk, dv of the context (the first num_tiles of every head: they take long, and begin first) and of the draft.
+
+    A program has the keys of one tile and all query heads that see them; APART: one of those heads, and dk, dv of the context
+    are [heads, T, C], to be summed.
+    """
+    head, tile = tl.program_id(0), tl.program_id(1)
+    if tile >= num_tiles and head >= num_key_heads:
+        return
+    if APART and tile < num_tiles:
+        key_head, first_head = head // HEADS, head
+    else:
+        key_head, first_head = head, head * HEADS
+    q += first_head * q_head
+    dout += first_head * dout_head
+    log_sum += first_head * num_queries
+    delta += first_head * num_queries
     dk_NC = tl.zeros([N, PAD], tl.float32)
     dv_NC = tl.zeros([N, PAD], tl.float32)
     if tile < num_tiles:
@@ -281,19 +292,19 @@ def dkv_kernel(
         v_NC = _rows(v + key_head * v_head, key_N, v_row, C, PAD)
         dk_NC, dv_NC = _dkv_over(
             dk_NC, dv_NC, k_NC, v_NC, key_N, q, q_row, q_head, dout, dout_row, dout_head, low, high, log_sum, delta,
-            begin, all_from, num_queries, scale, PARTLY, HEADS, GROUP, C, PAD, M, N,
+            begin, all_from, num_queries, scale, PARTLY, 1 if APART else HEADS, GROUP, C, PAD, M, N,
         )  # fmt: skip
         dk_NC, dv_NC = _dkv_over(
             dk_NC, dv_NC, k_NC, v_NC, key_N, q, q_row, q_head, dout, dout_row, dout_head, low, high, log_sum, delta,
-            all_from, all_to, num_queries, scale, CONTEXT, HEADS, GROUP, C, PAD, M, N,
+            all_from, all_to, num_queries, scale, CONTEXT, 1 if APART else HEADS, GROUP, C, PAD, M, N,
         )  # fmt: skip
         dk_NC, dv_NC = _dkv_over(
             dk_NC, dv_NC, k_NC, v_NC, key_N, q, q_row, q_head, dout, dout_row, dout_head, low, high, log_sum, delta,
-            all_to, end, num_queries, scale, PARTLY, HEADS, GROUP, C, PAD, M, N,
+            all_to, end, num_queries, scale, PARTLY, 1 if APART else HEADS, GROUP, C, PAD, M, N,
         )  # fmt: skip
+        _put_rows(dk + head * dk_head, key_N, dk_row, dk_NC * natural_scale, C, PAD)
+        _put_rows(dv + head * dv_head, key_N, dv_row, dv_NC, C, PAD)
     else:
-        dk, dk_row, dk_head = draft_dk, draft_dk_row, draft_dk_head
-        dv, dv_row, dv_head = draft_dv, draft_dv_row, draft_dv_head
         tile -= num_tiles
         key_N = tile * N + tl.arange(0, N)
         first, last = _own(tile, num_queries, GROUP, N, M)
@@ -303,5 +314,5 @@ def dkv_kernel(
             dk_NC, dv_NC, k_NC, v_NC, key_N, q, q_row, q_head, dout, dout_row, dout_head, low, high, log_sum, delta,
             first, last, num_queries, scale, DRAFT, HEADS, GROUP, C, PAD, M, N,
         )  # fmt: skip
-    _put_rows(dk + key_head * dk_head, key_N, dk_row, dk_NC * natural_scale, C, PAD)
-    _put_rows(dv + key_head * dv_head, key_N, dv_row, dv_NC, C, PAD)
+        _put_rows(draft_dk + head * draft_dk_head, key_N, draft_dk_row, dk_NC * natural_scale, C, PAD)
+        _put_rows(draft_dv + head * draft_dv_head, key_N, draft_dv_row, dv_NC, C, PAD)

@@ -11,41 +11,50 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-COLUMNS, WARPS = 2048, 8  # of a row at once
+COLUMNS, WARPS = 4096, 4  # of a row at once
 LOWEST = tl.constexpr(-1.0e30)  # below every logit
+LOG2_E, LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
 def loss_kernel(logits, label, weight, loss, correct, num_columns, row_stride, COLUMNS: tl.constexpr):
-    """One row: loss [M] float32, correct [M] int8, logits [M, V] become weight · (softmax - one at the label)."""
+    """One row: loss [M] float32, correct [M] int8, logits [M, V] become weight · (softmax - one at the label).
+
+    Instructions bound it, not memory, so a logit costs few: exponents are base 2 and shifted by the largest logit of a run of
+    columns, and what is compared with the label's is that largest one.
+    """
     row = tl.program_id(0)
     logits += row.to(tl.int64) * row_stride
     target = tl.load(label + row).to(tl.int32)
     of_label = tl.load(logits + target).to(tl.float32)
     share = tl.load(weight + row)
     lane = tl.arange(0, COLUMNS)
-    most_C = tl.full([COLUMNS], LOWEST, tl.float32)
+    most, beaten = of_label, tl.zeros([], tl.int32)
     total_C = tl.zeros([COLUMNS], tl.float32)
-    beaten_C = tl.zeros([COLUMNS], tl.int32)
-    for start in tl.range(0, num_columns, COLUMNS):  # each lane has a softmax of its own, so that nothing waits inside
+    for start in tl.range(0, num_columns, COLUMNS):
         column = start + lane
         x = tl.load(logits + column, mask=column < num_columns, other=LOWEST).to(tl.float32)
-        shrink = tl.exp(-tl.abs(x - most_C))
-        total_C = tl.where(x > most_C, total_C * shrink + 1.0, total_C + shrink)
-        most_C = tl.maximum(most_C, x)
-        before = (x > of_label) | ((x == of_label) & (column < target)) | (x != x)  # the first of equals is the prediction
-        beaten_C |= before.to(tl.int32)
-    most = tl.max(most_C, 0)
-    total = tl.sum(total_C * tl.exp(most_C - most), 0)
-    beaten = tl.sum(beaten_C, 0)
-    log_sum = most + tl.log(total)
-    tl.store(loss + row, (log_sum - of_label) * share)
-    tl.store(correct + row, (beaten == 0).to(tl.int8))
+        highest = tl.max(x, 0)
+        larger = tl.maximum(most, highest)
+        total_C = total_C * tl.exp2((most - larger) * LOG2_E) + tl.exp2(x * LOG2_E - larger * LOG2_E)
+        most = larger
+        if start + COLUMNS <= target:  # the first of equals is the prediction
+            beaten |= (highest >= of_label).to(tl.int32)
+        elif start > target:
+            beaten |= (highest > of_label).to(tl.int32)
+        else:
+            before = (x > of_label) | ((x == of_label) & (column < target))
+            beaten |= tl.max(before.to(tl.int32), 0)
+    total = tl.sum(total_C, 0)  # not a number where any logit is none
+    log_sum = most * LOG2_E + tl.log2(total)
+    tl.store(loss + row, (log_sum * LN_2 - of_label) * share)
+    tl.store(correct + row, ((beaten == 0) & (total == total)).to(tl.int8))
+    shift = log_sum - tl.log2(share)  # infinite where the weight is 0
     last = (num_columns - 1) // COLUMNS * COLUMNS
     for back in tl.range(0, num_columns, COLUMNS):  # from the end on: what was read last is still in the cache
         column = last - back + lane
         x = tl.load(logits + column, mask=column < num_columns, other=LOWEST).to(tl.float32)
-        gradient = (tl.exp(x - log_sum) - (column == target).to(tl.float32)) * share
+        gradient = tl.exp2(x * LOG2_E - shift) - tl.where(column == target, share, 0.0)
         tl.store(logits + column, gradient.to(logits.dtype.element_ty), mask=column < num_columns)
 
 

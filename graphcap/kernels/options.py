@@ -40,6 +40,7 @@ LARGE = {  # 9.0 and 10.0, 227 KB; measured on 9.0
 }
 FLOAT32 = {64: Tiles(32, 32, 4, 1), 128: Tiles(32, 32, 4, 1), 256: Tiles(16, 16, 4, 1)}
 LARGEST = 256  # head size
+PROGRAMS_PER_PROCESSOR = 4  # fewer, and gradients of keys are made head by head
 
 
 def options(kernel: str, capability: tuple[int, int], head_dim: int, itemsize: int) -> Tiles:
@@ -61,6 +62,18 @@ def options(kernel: str, capability: tuple[int, int], head_dim: int, itemsize: i
         return FLOAT32[size]
     large = LARGE if capability in ((9, 0), (10, 0)) else {}
     return large.get((kernel, size)) or SMALL[kernel, size]
+
+
+def heads_apart(num_programs: int, device) -> bool:
+    """Whether gradients of keys are made for every query head alone and summed: where else few programs would run long."""
+    return num_programs < PROGRAMS_PER_PROCESSOR * num_processors(device)
+
+
+@functools.cache
+def num_processors(device) -> int:
+    import torch
+
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
 
 @functools.cache

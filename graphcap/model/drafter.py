@@ -10,12 +10,12 @@ Calls: engine/step.py, model/decode.py. Source: z-lab/dflash 44947fb, dflash/mod
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from graphcap.errors import ConfigError
+from graphcap.model.fused import RMSNorm, gate, linear, rotary_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,33 +94,6 @@ def tapped_layers(num_target_layers: int, num_tapped: int) -> list[int]:
     return ids
 
 
-class RMSNorm(nn.Module):
-    """x / rms(x) · weight over the last dimension, the mean in float32."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
-def rotary_table(position_S: Tensor, *, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotary angles, [S, C] in `dtype`; angles in float32 whatever the drafter's dtype."""
-    # Written as the serving engines write it: theta ** -x is one bit off in a fifth of the frequencies.
-    frequency = 1.0 / theta ** (torch.arange(0, head_dim, 2, device=position_S.device, dtype=torch.float32) / head_dim)
-    angle = position_S.float()[:, None] * frequency
-    angle = torch.cat((angle, angle), dim=-1)
-    return angle.cos().to(dtype), angle.sin().to(dtype)
-
-
-def rotate(x_HSC: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Apply a rotary table to heads [H, S, C]."""
-    cos, sin = table
-    left, right = x_HSC.chunk(2, dim=-1)
-    return x_HSC * cos + torch.cat((-right, left), dim=-1) * sin
-
-
 class Attention(nn.Module):
     """Queries from the block; keys and values from the context and from the block, by the same projections."""
 
@@ -137,10 +110,11 @@ class Attention(nn.Module):
 
     def forward(self, x_QD: Tensor, table: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], attend) -> Tensor:
         """attend(q_HQC, context, block) -> [H, Q, C]; context and block: keys and values [G, S, C] and [G, Q, C]."""
-        q_HQC = rotate(self.q_norm(self.heads(self.q_proj(x_QD))), table)
-        k_GQC = rotate(self.k_norm(self.heads(self.k_proj(x_QD))), table)
-        out_HQC = attend(q_HQC, context, (k_GQC, self.heads(self.v_proj(x_QD))))
-        return self.o_proj(rearrange(out_HQC, "h q c -> q (h c)"))
+        weights = self.q_proj.weight, self.k_proj.weight, self.v_proj.weight
+        q, k, v = linear(x_QD, *weights).split([weight.shape[0] for weight in weights], dim=1)
+        block = self.k_norm.rotated(self.heads(k), table), self.heads(v)
+        out_HQC = attend(self.q_norm.rotated(self.heads(q), table), context, block)
+        return linear(rearrange(out_HQC, "h q c -> q (h c)"), self.o_proj.weight)
 
     def heads(self, x: Tensor) -> Tensor:
         """[S, heads · C] as [heads, S, C]."""
@@ -157,7 +131,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return linear(gate(linear(x, self.gate_proj.weight, self.up_proj.weight)), self.down_proj.weight)
 
 
 class Layer(nn.Module):
@@ -171,8 +145,9 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x_QD: Tensor, table: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], attend) -> Tensor:
-        x_QD = x_QD + self.self_attn(self.input_layernorm(x_QD), table, context, attend)
-        return x_QD + self.mlp(self.post_attention_layernorm(x_QD))
+        x_QD, normed_QD = self.input_layernorm.after(x_QD)
+        x_QD, normed_QD = self.post_attention_layernorm.after(x_QD, self.self_attn(normed_QD, table, context, attend))
+        return x_QD + self.mlp(normed_QD)
 
 
 class Drafter(nn.Module):
@@ -200,14 +175,14 @@ class Drafter(nn.Module):
 
     def context(self, features_SF: Tensor, position_S: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Keys and values [G, S, C] of every layer for the features [S, L·D] of context tokens at `position_S`."""
-        fused_SD = self.hidden_norm(self.fc(features_SF))
+        fused_SD = self.hidden_norm(linear(features_SF, self.fc.weight))
         table = self.table(position_S, fused_SD.dtype)
         attentions = [layer.self_attn for layer in self.layers]
         weights = [projection.weight for one in attentions for projection in (one.k_proj, one.v_proj)]
-        keys_values = F.linear(fused_SD, torch.cat(weights)).chunk(2 * len(attentions), dim=1)  # one matmul for all layers
+        parts = linear(fused_SD, *weights).chunk(len(weights), dim=1)  # one matmul for all layers
         return [
-            (rotate(one.k_norm(one.heads(k)), table), one.heads(v))
-            for one, k, v in zip(attentions, keys_values[::2], keys_values[1::2])
+            (one.k_norm.rotated(one.heads(k), table), one.heads(v))
+            for one, k, v in zip(attentions, parts[::2], parts[1::2], strict=True)
         ]
 
     def forward(self, embeddings_QD: Tensor, position_Q: Tensor, context: list[tuple[Tensor, Tensor]], attend) -> Tensor:

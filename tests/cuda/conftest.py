@@ -5,8 +5,7 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def deterministic_math():
-    from graphcap.engine.guard import start_compile_workers, use_deterministic_math
+    from graphcap.engine.guard import use_deterministic_math
 
     settings = use_deterministic_math()
-    start_compile_workers()
     return settings

@@ -5,10 +5,11 @@ import random
 import pytest
 import torch
 
-from graphcap.kernels import update
+from graphcap.kernels import options, rows, update
 from graphcap.model import loss
 from graphcap.model.attention import TILE, DenseAttention, attention_for, joined
 from graphcap.model.blocks import Visibility, decay, make_blocks, row_visibility
+from graphcap.model.fused import rotary_table, rotate
 from tests.toys import MASK_ID, fresh_seed, padded, random_row
 
 pytestmark = pytest.mark.cuda
@@ -94,7 +95,9 @@ def compare(visibility: Visibility, used: torch.Tensor, head_dim: int, groups: i
     [(16, 16, 1), (16, 64, 4), (16, 64, 1), (16, 80, 1), (16, 128, 4), (16, 128, 1), (16, 256, 1)]
     + [(4, 64, 1), (7, 64, 1), (8, 64, 1), (10, 64, 1)],
 )
-def test_attention_of_blocks_is_dense_float64_attention(device, block_size, head_dim, groups):
+@pytest.mark.parametrize("apart", [False, True])
+def test_attention_of_blocks_is_dense_float64_attention(device, block_size, head_dim, groups, apart, monkeypatch):
+    monkeypatch.setattr(options, "heads_apart", lambda *_: apart)
     visibility, used = random_blocks(block_size, random.Random(fresh_seed()), device)
     compare(visibility, used, head_dim, groups)
 
@@ -118,6 +121,71 @@ def test_the_comparison_notices_one_context_tile_that_a_block_does_not_see(devic
 
     with pytest.raises(AssertionError, match="output|gradient"):
         compare(visibility, used, 64, HEADS, hurt=hurt)
+
+
+def wide_norm(x, weight):
+    return x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+
+
+def same_as_in_float64(kernel, reference, *inputs: torch.Tensor) -> None:
+    """Outputs and gradients, with one random upstream, of a bfloat16 function and of the plain one on the same numbers."""
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    ours, theirs = kernel(*inputs), reference(*exact)
+    upstream = [torch.randn_like(one) for one in ours]
+    gradients = torch.autograd.grad(ours, inputs, upstream), torch.autograd.grad(theirs, exact, [u.double() for u in upstream])
+    for number, (left, right) in enumerate(zip(ours, theirs, strict=True)):
+        assert_near(f"output {number}", left, right)
+    for number, (left, right) in enumerate(zip(*gradients, strict=True)):
+        assert_near(f"gradient {number}", left, right)
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """To bfloat16 and back, as far as values go; its gradient is that of the identity."""
+    return x + (x.bfloat16().double() - x).detach()
+
+
+def halves(device, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device=device).bfloat16().requires_grad_()
+
+
+@pytest.mark.parametrize("width", [576, 1024, 4096])
+def test_norm_and_gate_are_the_plain_ones(device, width):
+    fresh_seed()
+    x, other, weight = halves(device, 3000, width), halves(device, 3000, width), halves(device, width)
+
+    def plain(x, other, weight):
+        total = rounded(x + other)
+        return total, wide_norm(total, weight)
+
+    same_as_in_float64(lambda *given: rows.norm(*given, 1e-6), plain, x, other, weight)
+    same_as_in_float64(lambda x, w: rows.norm(x, None, w, 1e-6)[1:], lambda x, w: (wide_norm(x, w),), x, weight)
+
+    def plain_gate(gate_up):
+        gate, up = gate_up.chunk(2, -1)
+        return (torch.nn.functional.silu(gate) * up,)
+
+    same_as_in_float64(lambda gate_up: (rows.gate(gate_up),), plain_gate, halves(device, 1000, 2 * width))
+    with pytest.raises(AssertionError, match="output 0"):  # must fail: another eps
+        same_as_in_float64(lambda x, w: rows.norm(x, None, w, 0.1)[1:], lambda x, w: (wide_norm(x, w),), x, weight)
+
+
+@pytest.mark.parametrize(("heads", "channels"), [(9, 64), (8, 128), (3, 80)])
+def test_norm_and_rotation_are_the_plain_ones(device, heads, channels):
+    fresh_seed()
+    flat, weight = halves(device, 1000, heads * channels + 64), halves(device, channels)  # a part of a wider matmul's output
+    position = torch.randint(0, 4000, (1000,), device=device)
+    table = rotary_table(position, head_dim=channels, theta=1e4, dtype=torch.bfloat16)
+    exact = tuple(part.double() for part in table)
+
+    def heads_of(flat):
+        return flat[:, : heads * channels].unflatten(1, (heads, channels)).transpose(0, 1)
+
+    def plain(flat, weight):
+        return (rotate(wide_norm(heads_of(flat), weight), exact),)
+
+    same_as_in_float64(lambda x, w: (rows.norm_rotate(heads_of(x), w, table, 1e-6),), plain, flat, weight)
+    with pytest.raises(AssertionError, match="output 0"):  # must fail: sine for cosine
+        same_as_in_float64(lambda x, w: (rows.norm_rotate(heads_of(x), w, table[::-1], 1e-6),), plain, flat, weight)
 
 
 @pytest.mark.parametrize("vocabulary", [501, 49152, 151936])

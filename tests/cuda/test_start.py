@@ -13,9 +13,8 @@ pytestmark = pytest.mark.cuda
 ROOT = Path(__file__).parents[2]
 HEAD = """
 import threading, torch
-from graphcap.engine.guard import start_compile_workers, use_deterministic_math
+from graphcap.engine.guard import use_deterministic_math
 use_deterministic_math()
-start_compile_workers()
 from graphcap.engine import Bucket, Buffer, Engine
 from tests.cuda.test_engine import small_step, BUCKETS, run, same
 """
@@ -91,7 +90,7 @@ except Exception as error:
     assert "FOUND bucket '128/32'" in done.stdout and "attention's output" in done.stdout, done.stdout + done.stderr
 
 
-def test_more_buckets_than_torchs_recompile_limit_train_and_uncompiled_flex_attention_is_an_error():
+def test_many_buckets_train_without_a_compile_and_uncompiled_flex_attention_is_an_error():
     body = """
 from tests.toys import TableTarget, make_step, random_drafter
 buckets = tuple(Bucket(128 * n, 32) for n in range(12, 0, -1))
@@ -104,7 +103,7 @@ import numpy as np
 for bucket in buckets:
     engine.fill(bucket, engine.step.example(bucket)); engine.micro_step(bucket)
 engine.update(); torch.cuda.synchronize()
-print('few compiles', engine.door.counts.before < len(buckets))
+print('compiles', engine.door.counts.before)
 print('trained', torch.isfinite(engine.step.state.master).all().item())
 from torch.nn.attention.flex_attention import flex_attention
 q = torch.randn(1, 2, 128, 32, device='cuda')
@@ -114,7 +113,7 @@ except Exception as error:
     print('REFUSED', str(error)[:60])
 """
     done = program(body)
-    assert "few compiles True" in done.stdout and "trained True" in done.stdout, done.stdout + done.stderr
+    assert "compiles 0\n" in done.stdout and "trained True" in done.stdout, done.stdout + done.stderr
     assert "REFUSED flex_attention called without torch.compile" in done.stdout, done.stdout + done.stderr
 
 
@@ -190,12 +189,11 @@ print('dense takes it', torch.cuda.max_memory_allocated() > normal + scores, tor
 def test_the_caches_that_torch_and_triton_have_just_filled_count_as_whole(tmp_path):
     body = """
 import torch
-from graphcap.engine.guard import start_compile_workers, torchs_cache_folder, use_deterministic_math
+from graphcap.engine.guard import torchs_cache_folder, use_deterministic_math
 from graphcap.ops import caches
 from graphcap.versions import made_by
 use_deterministic_math()
 caches.use(made_by(), print, unless=torchs_cache_folder())
-start_compile_workers()
 x = torch.randn(64, 64, device="cuda", requires_grad=True)
 torch.compile(lambda x: torch.softmax(x * 2 + 1, -1).sum())(x).backward()
 for name in caches.VARIABLES.values():

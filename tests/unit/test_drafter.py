@@ -8,7 +8,8 @@ import torch
 from graphcap.errors import ConfigError
 from graphcap.model.attention import DenseAttention
 from graphcap.model.blocks import decay, make_blocks
-from graphcap.model.drafter import Drafter, rotary_table, rotate, tapped_layers
+from graphcap.model.drafter import Drafter, tapped_layers
+from graphcap.model.fused import rotary_table, rotate
 from tests.toys import (
     HIDDEN,
     MASK_ID,

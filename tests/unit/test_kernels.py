@@ -15,9 +15,10 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton", reason="triton, of graphcap's test extra, is not installed")
 
 from graphcap.errors import ConfigError  # noqa: E402
-from graphcap.kernels import attention, loss, options, update  # noqa: E402 - after the checks
+from graphcap.kernels import attention, loss, options, rows, update  # noqa: E402 - after the checks
 from graphcap.model.attention import TILE, DenseAttention, IntervalAttention  # noqa: E402
 from graphcap.model.blocks import Visibility, row_visibility  # noqa: E402
+from graphcap.model.fused import RMSNorm, gate, rotary_table  # noqa: E402
 from graphcap.model.loss import chunk_loss  # noqa: E402
 from tests.toys import fresh_seed, relative  # noqa: E402
 
@@ -62,8 +63,11 @@ def intervals(num_blocks: int, num_context: int, rng: random.Random) -> tuple[to
     return tuple(torch.tensor([0 if hide else one for one, hide in zip(edges, none)]) for edges in (low, high))
 
 
-@pytest.mark.parametrize(("block_size", "key_heads", "ordered"), [(16, 2, True), (12, 1, True), (16, 2, False)])
-def test_attention_and_its_gradients_are_dense_attentions(block_size, key_heads, ordered):
+@pytest.mark.parametrize(
+    ("block_size", "key_heads", "ordered", "apart"), [(16, 2, True, False), (12, 1, True, False), (16, 1, False, True)]
+)
+def test_attention_and_its_gradients_are_dense_attentions(block_size, key_heads, ordered, apart, monkeypatch):
+    monkeypatch.setattr(options, "heads_apart", lambda *_: apart)
     rng = random.Random(fresh_seed())
     num_blocks = 128 // math.gcd(128, block_size)
     num_context = 256 if block_size == 16 else 128
@@ -179,3 +183,58 @@ def test_the_update_kernel_is_torchs_adamw():
         assert not gradients.any() and torch.equal(weights, master)
         assert all(map(torch.equal, before, (master, *moments, step))) is skipped
         torch.testing.assert_close(master.double(), parameter.detach(), rtol=1e-5, atol=1e-6)
+
+
+def assert_same(ours, theirs, inputs, names) -> None:
+    """Outputs of two functions, and the gradients of the inputs under one random upstream of every output."""
+    for left, right in zip(ours, theirs, strict=True):
+        assert relative(left - right, right) < 1e-5, "output"
+    upstream = [torch.randn_like(one) for one in ours]
+    gradients = [torch.autograd.grad(outputs, inputs, upstream) for outputs in (ours, theirs)]
+    for name, left, right in zip(names, *gradients, strict=True):
+        assert relative(left - right, right) < 1e-5, name
+
+
+@pytest.mark.parametrize("width", [20, 64])
+@pytest.mark.parametrize("num_rows", [5, 700])  # fewer and more than programs
+def test_the_norm_kernel_is_the_norm_of_a_sum_and_adds_what_comes_in_beside_it(width, num_rows, monkeypatch):
+    fresh_seed()
+    monkeypatch.setattr(rows, "PROGRAMS", 8)
+    norm, num_rows = RMSNorm(width, 1e-5), min(num_rows, 40)
+    with torch.no_grad():
+        norm.weight.normal_()
+    x, other = (torch.randn(num_rows, width, requires_grad=True) for _ in range(2))
+    inputs, names = (x, other, norm.weight), ("x", "other", "weight")
+    assert_same(rows.norm(x, other, norm.weight, norm.eps), norm.after(x, other), inputs, names)
+    total, out = norm.after(x)
+    assert_same(rows.norm(x, None, norm.weight, norm.eps), (total.view_as(x), out), (x, norm.weight), ("x", "weight"))
+    assert_same(rows.norm(x, None, norm.weight, norm.eps)[1:], (norm(x),), (x, norm.weight), ("x", "weight"))
+    with pytest.raises(AssertionError, match="output"):  # must fail: another eps
+        assert_same(rows.norm(x, None, norm.weight, 0.1)[1:], (norm(x),), (x, norm.weight), ("x", "weight"))
+
+
+@pytest.mark.parametrize(("heads", "channels"), [(2, 16), (3, 20)])
+def test_the_rotating_kernel_is_the_norm_and_the_rotation(heads, channels, monkeypatch):
+    fresh_seed()
+    monkeypatch.setattr(rows, "PROGRAMS", 3)
+    monkeypatch.setattr(rows, "_rows", lambda channels: 4)
+    norm, tokens = RMSNorm(channels, 1e-5), 9
+    with torch.no_grad():
+        norm.weight.normal_()
+    flat = torch.randn(tokens, heads * channels + 7, requires_grad=True)  # a part of a wider matmul's output
+    x_HSC = flat[:, : heads * channels].unflatten(1, (heads, channels)).transpose(0, 1)
+    table = rotary_table(torch.randint(0, 500, (tokens,)), head_dim=channels, theta=1e4, dtype=torch.float32)
+    ours = rows.norm_rotate(x_HSC, norm.weight, table, norm.eps)
+    assert_same((ours,), (norm.rotated(x_HSC, table),), (flat, norm.weight), ("x", "weight"))
+    other = tuple(reversed(table))
+    with pytest.raises(AssertionError, match="output"):  # must fail: sine for cosine
+        assert_same((rows.norm_rotate(x_HSC, norm.weight, other, norm.eps),), (ours,), (flat, norm.weight), ("x", "weight"))
+
+
+def test_the_gate_kernel_is_the_gate(monkeypatch):
+    fresh_seed()
+    monkeypatch.setattr(rows, "NUMBERS", 64)
+    gate_up = torch.randn(7, 2 * 30, requires_grad=True)
+    assert_same((rows.gate(gate_up),), (gate(gate_up),), (gate_up,), ("gate and up",))
+    with pytest.raises(AssertionError, match="output"):  # must fail: the other half is the gate
+        assert_same((rows.gate(gate_up.roll(30, 1)),), (gate(gate_up),), (gate_up,), ("gate and up",))

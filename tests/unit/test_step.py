@@ -349,29 +349,3 @@ def test_gradient_checkpointing_changes_no_bit_of_loss_and_gradients():
         sums.append(step.state.sums.clone())
     assert torch.equal(*sums), f"seed {seed}"
     assert sums[0].abs().sum() > 0
-
-
-def test_context_layer_and_norm_are_compiled_once_for_every_bucket_layer_evaluation_and_the_audit():
-    from torch._dynamo.callback import callback_handler
-
-    torch._dynamo.reset()
-    step = make_step(tiny_target(0), random_drafter(0, num_layers=3))
-    step.compile(backend="aot_eager")
-    engine, buckets = make_engine(step, (96, 16), (64, 8), (48, 12))
-    compiles: list[str] = []
-
-    def note(arguments):
-        compiles.append(arguments.callback_trigger.name)
-
-    callback_handler.register_start_callback(note)
-    try:
-        for bucket in buckets:
-            engine.fill(bucket, step.example(bucket))
-            engine.micro_step(bucket)
-            engine.evaluate(bucket)
-            step.audit(bucket, engine.slots[bucket])
-            engine.update()
-    finally:
-        callback_handler.remove_start_callback(note)
-        torch._dynamo.reset()
-    assert compiles == ["DYNAMO"] * 3

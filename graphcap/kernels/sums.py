@@ -1,0 +1,69 @@
+"""Sums of parts that programs made one by one, in a fixed order, so that two runs give the same bits.
+
+Called by kernels/rows.py and kernels/attention.py. Needs triton.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+NUMBERS, WARPS = 1024, 4  # of a program that sums heads
+ROWS, COLUMNS = 64, 16  # of a tile of parts
+
+
+@triton.jit
+def parts_kernel(parts, out, num_parts, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """out [W] = the sum of parts [N, W]."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < width
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in tl.range(0, num_parts, ROWS):
+        row = first + tl.arange(0, ROWS)
+        known = (row < num_parts)[:, None] & inside[None, :]
+        total += tl.load(parts + row[:, None] * width + column[None, :], mask=known, other=0.0)
+    tl.store(out + column, tl.sum(total, 0).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def heads_kernel(
+    parts, first, second, size, key_heads, first_row, first_head, second_row, second_head,
+    HEADS: tl.constexpr, C: tl.constexpr, NUMBERS: tl.constexpr,
+):  # fmt: skip
+    """first and second [G, T, C] = sums over HEADS of the two halves of parts [2, T, G, HEADS, C]; the grid's other half."""
+    number = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
+    known = number < size
+    row, channel = number // C, number % C
+    token, head = row // key_heads, row % key_heads
+    at = parts + tl.program_id(1).to(tl.int64) * size * HEADS + row * (HEADS * C) + channel
+    total = tl.zeros([NUMBERS], tl.float32)
+    for one in tl.static_range(HEADS):
+        total += tl.load(at + one * C, mask=known, other=0.0)
+    if tl.program_id(1) == 0:
+        place = first + token * first_row + head * first_head + channel
+        tl.store(place, total.to(first.dtype.element_ty), mask=known)
+    else:
+        place = second + token * second_row + head * second_head + channel
+        tl.store(place, total.to(second.dtype.element_ty), mask=known)
+
+
+def of_parts(parts_NW: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sum of float32 parts [N, W] over N, [W] in `dtype`. Capture: safe."""
+    num_parts, width = parts_NW.shape
+    out = parts_NW.new_empty(width, dtype=dtype)
+    parts_kernel[(triton.cdiv(width, COLUMNS),)](parts_NW, out, num_parts, width, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
+    return out
+
+
+def of_heads_(parts: Tensor, first: Tensor, second: Tensor) -> None:
+    """Fill first and second [G, T, C] with the sums over each key head's query heads of parts[0] and parts[1].
+
+    parts: float32 [2, T, H, C], contiguous; query head h belongs to key head h // (H / G). Capture: safe.
+    """
+    key_heads, num_tokens, channels = first.shape
+    assert parts.is_contiguous() and first.stride(2) == second.stride(2) == 1
+    size = first.numel()
+    heads_kernel[triton.cdiv(size, NUMBERS), 2](
+        parts, first, second, size, key_heads, first.stride(1), first.stride(0), second.stride(1), second.stride(0),
+        HEADS=parts.shape[2] // key_heads, C=channels, NUMBERS=NUMBERS, num_warps=WARPS,
+    )  # fmt: skip

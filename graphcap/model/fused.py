@@ -1,0 +1,121 @@
+"""What stands between the matmuls of a drafter's layer, each one pass: by our kernels on CUDA, as written here elsewhere.
+
+And matmuls that share their input, as one. Called by model/drafter.py and engine/audit.py.
+"""
+
+import contextlib
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_written_out = False
+
+
+@contextlib.contextmanager
+def written_out():
+    """Inside, no kernel of ours runs between matmuls: for references."""
+    global _written_out
+    _written_out, before = True, _written_out
+    try:
+        yield
+    finally:
+        _written_out = before
+
+
+def _by_kernels(x: Tensor) -> bool:
+    return x.device.type == "cuda" and not _written_out
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) · weight over the last dimension, the mean in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(x)[1]
+
+    def after(self, x: Tensor, other: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(x + other, its norm): the residual stream goes on with the first, the layer with the second."""
+        return after_norm(x, other, self.weight, self.eps)
+
+    def rotated(self, x_HSC: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+        """The norm of heads [H, S, C], rotated. table: from `rotary_table`."""
+        return normed_rotated(x_HSC, table, self.weight, self.eps)
+
+
+def after_norm(x: Tensor, other: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x + other, that / rms(that) · weight) over the last dimension; without other, x itself comes first."""
+    if _by_kernels(x):
+        from graphcap.kernels import rows
+
+        return rows.norm(x, other, weight, eps)
+    total = x if other is None else x + other
+    return total, F.rms_norm(total, weight.shape, weight, eps)
+
+
+def normed_rotated(x_HSC: Tensor, table: tuple[Tensor, Tensor], weight: Tensor | None, eps: float) -> Tensor:
+    """Heads [H, S, C] normed, unless weight is None, and rotated. Without a norm the kernel has no gradient."""
+    if _by_kernels(x_HSC):
+        from graphcap.kernels import rows
+
+        return rows.norm_rotate(x_HSC, weight, table, eps)
+    return rotate(x_HSC if weight is None else F.rms_norm(x_HSC, weight.shape, weight, eps), table)
+
+
+def rotary_table(position_S: Tensor, *, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of the rotary angles, [S, C] in `dtype`; angles in float32 whatever the drafter's dtype."""
+    # Written as the serving engines write it: theta ** -x is one bit off in a fifth of the frequencies.
+    frequency = 1.0 / theta ** (torch.arange(0, head_dim, 2, device=position_S.device, dtype=torch.float32) / head_dim)
+    angle = position_S.float()[:, None] * frequency
+    angle = torch.cat((angle, angle), dim=-1)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotate(x_HSC: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+    """Apply a rotary table to heads [H, S, C]."""
+    cos, sin = table
+    left, right = x_HSC.chunk(2, dim=-1)
+    return x_HSC * cos + torch.cat((-right, left), dim=-1) * sin
+
+
+def gate(gate_up: Tensor) -> Tensor:
+    """silu(gate) · up [S, I] of [S, 2I], the gate first."""
+    if _by_kernels(gate_up):
+        from graphcap.kernels import rows
+
+        return rows.gate(gate_up)
+    left, right = gate_up.chunk(2, dim=-1)
+    return F.silu(left) * right
+
+
+def linear(x_SD: Tensor, *weights: Tensor) -> Tensor:
+    """[S, rows of all weights]: x times each of them, side by side, as one matmul, forward and backward."""
+    return _Linear.apply(x_SD, *weights)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_SD, *weights):
+        weight = _joined(weights)
+        ctx.save_for_backward(x_SD, weight)
+        ctx.rows = [one.shape[0] for one in weights]
+        return x_SD @ weight.T
+
+    @staticmethod
+    def backward(ctx, upstream):
+        x_SD, weight = ctx.saved_tensors
+        dx = upstream @ weight if ctx.needs_input_grad[0] else None
+        return dx, *(upstream.T @ x_SD).split(ctx.rows)
+
+
+def _joined(weights: tuple[Tensor, ...]) -> Tensor:
+    """All of them under each other: the memory they stand in where they stand there so, as in flat state, else a copy."""
+    first, rows = weights[0], sum(one.shape[0] for one in weights)
+    ends = [one.data_ptr() + one.nbytes for one in weights]
+    one_memory = len({one.untyped_storage().data_ptr() for one in weights}) == 1
+    if one_memory and ends[:-1] == [one.data_ptr() for one in weights[1:]]:
+        return torch.as_strided(first.detach(), (rows, first.shape[1]), (first.shape[1], 1), first.storage_offset())
+    return torch.cat([one.detach() for one in weights])
