@@ -43,7 +43,7 @@ class Run:
     threads: int = key(0, "CPU threads; 0: what torch chooses", unit="threads", resume="same", low=0)
     deadline_s: float = key(300.0, "a rank that begins nothing for so long is ended; 0: never", unit="s", resume="free", low=0)
     start_deadline_s: float = key(
-        7200.0, "the same until the first update: loading and compiling take longer", unit="s", resume="free", low=0
+        7200.0, "the same until the first update: loading and warming up take longer", unit="s", resume="free", low=0
     )
     max_restarts: int = key(
         0, "restarts in a row without a new checkpoint, after a rank died", unit="restarts", resume="free", low=0

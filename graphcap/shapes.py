@@ -113,7 +113,7 @@ def measured_costs(recipe: Recipe, frame: Frame, largest: Bucket, *, device, dty
     found = samples(engine, times=times)
     update_ms = median_ms(engine.update, times, device)
     start = engine.start_up
-    bucket_s = (start.total_s - max(start.warm_up_s.values(), default=0.0)) / len(engine.slots)  # one compiles for all of them
+    bucket_s = (start.total_s - max(start.warm_up_s.values(), default=0.0)) / len(engine.slots)  # one builds kernels for all
     costs = Costs.fit(found, block_size=frame.config.block_size, update_ms=update_ms, bucket_s=bucket_s)
     engine.close()
     for length, num_anchors, pairs, ms in found:

@@ -103,7 +103,7 @@ def _extracting(recorder):
 
 
 def _train(run: TrainingRun, rank: Rank, newest: Path | None, continued: dict | None, *, eager: bool, say) -> bool:
-    """Compile and capture, take up the state, run the loop, and say what the engine did. False: stopped on request."""
+    """Warm up and capture, take up the state, run the loop, and say what the engine did. False: stopped on request."""
     recipe, recorder = run.recipe, rank.recorder
     run.engine.prepare(eager=eager, say=say)
     if continued is not None:

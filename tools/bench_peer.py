@@ -16,8 +16,8 @@ Before that, loss and gradient of one step of each are compared on the anchors t
 
 Realistic lengths: log-normal, median 735, sigma 0.7, cut at 4,096. A document of n tokens has min(--anchors, n - 1) anchors on
 both sides. SpecForge takes one at a time, unpadded, and accumulates, so that both make as many updates; ours are packed into
-rows by the planner and replayed. Two passes over the same documents: in the first SpecForge compiles; ours has compiled and
-captured before, which is its start-up. Cold for both only where torch's cache of kernels is empty. Prints tables, and one
+rows by the planner and replayed. Two passes over the same documents: in the first SpecForge compiles; ours has warmed up
+and captured before, which is its start-up. Cold for both only where the caches of kernels are empty. Prints tables, and one
 JSON document last.
 """
 

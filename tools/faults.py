@@ -30,8 +30,8 @@ from graphcap.ops.rank import SUPERVISOR
 
 RUN = Path("out", "run")  # the run's folder in a row's folder
 START = "load data"
-EVERYWHERE = (START, "step", "save", "eval", "decode")  # a CPU neither compiles nor captures nor replays
-ON_GPU = ("compile", "capture", "replay", "save", "eval")
+EVERYWHERE = (START, "step", "save", "eval", "decode")  # a CPU neither warms up nor captures nor replays
+ON_GPU = ("warm-up", "capture", "replay", "save", "eval")
 WITHIN_S = 30.0  # from the fault to the end of everything
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY")
 
@@ -300,7 +300,7 @@ def block_caches(folder: Path) -> None:
 def cut_short_caches(folder: Path) -> None:
     kernel = keep_caches(folder) / "triton" / "KERNEL"
     kernel.mkdir(parents=True)
-    (kernel / "flex.json").write_text('{"name": ')
+    (kernel / "gate.json").write_text('{"name": ')
 
 
 def age_caches(folder: Path) -> None:
@@ -388,7 +388,7 @@ GPU = {"phases": ("replay",), "needs_gpu": True}
 IN_VAIN = {"later": True, "arm": always_raise}
 DIVERGES = {"later": True, "arm": remember_step}
 TOGETHER, NO_ROOM = "killed together with its supervisor", r"B asked for with .* already held.* largest bucket is \d+/"
-AT_START = {"phases": ("compile",), "verdict": FINISHED, "code": 0, "needs_gpu": True}
+AT_START = {"phases": ("warm-up",), "verdict": FINISHED, "code": 0, "needs_gpu": True}
 FULL = "^(checkpoint|metrics) .*File too large"
 DUMPED = ("run.gpu_core_dump=true",)
 NOTHING = Fault("nothing", nothing, verdict=FINISHED, code=0)
@@ -444,7 +444,7 @@ FAULTS = (
     Fault("secrets", tell_secrets, r"401 for \*+ \*+", **ANYWHERE),
     Fault("SIGKILL on a GPU", to_rank(SIGKILL), "^SIGKILL", phases=ON_GPU, needs_gpu=True),
     Fault("supervisor killed on a GPU", kill_supervisor, TOGETHER, code=-SIGKILL, **GPU),
-    Fault("GPU memory before", exhaust_gpu, NO_ROOM, phases=("compile",), needs_gpu=True),
+    Fault("GPU memory before", exhaust_gpu, NO_ROOM, phases=("warm-up",), needs_gpu=True),
     Fault("GPU memory in capture", exhaust_gpu, NO_ROOM, phases=("capture",), needs_gpu=True),
     Fault("device assert", index(2**40), "device-side assert", arm=read_too_far(8), **GPU),
     Fault("illegal access", index(2**38), "illegal memory access", arm=read_too_far(2**39), **GPU),
@@ -452,6 +452,6 @@ FAULTS = (
     Fault("access with a dump", index(2**38), "kernel .*index", arm=read_too_far(2**39), settings=DUMPED, **GPU),
     Fault("endless kernel", hang_gpu, "^deadline", settings=QUICK, **GPU),
     Fault("caches unwritable", nothing, arm=block_caches, also=said_of_caches("cannot be written"), **AT_START),
-    Fault("caches cut short", nothing, arm=cut_short_caches, also=said_of_caches("flex.json is no JSON; replaced"), **AT_START),
+    Fault("caches cut short", nothing, arm=cut_short_caches, also=said_of_caches("gate.json is no JSON; replaced"), **AT_START),
     Fault("caches of another", nothing, arm=age_caches, also=said_of_caches("another version .*; replaced"), **AT_START),
 )

@@ -23,7 +23,7 @@ _FLOP_PER_S = 400e12
 _MICRO_STEP_S, _LAYER_S = 0.4e-3, 0.1e-3
 _DRAFTER_LAYER = 3  # forward and backward, in forwards of a target's layer
 _BYTES_PER_PARAMETER_AND_UPDATE, _BYTES_PER_S = 48, 4.3e12
-_BUCKET_S = 1.0  # to warm up, audit and capture one more bucket at start-up; what is compiled serves them all
+_BUCKET_S = 1.0  # to warm up, audit and capture one more bucket at start-up; the kernels serve them all
 _DRAFT_TOKENS_PER_TOKEN = 1.5  # that attend to half of their document, forward and backward
 _KEYS = ("micro_step_ps", "token_ps", "draft_token_ps", "pair_ps", "update_ps", "bucket_ps")
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from graphcap.errors import CaptureError
+from graphcap.kernels import written_out
 from graphcap.model.attention import DenseAttention, joined
 from graphcap.model.blocks import Blocks, Visibility
 from graphcap.model.drafter import Layer
-from graphcap.model.fused import written_out
 
 NUM_SAMPLED = 64
 REFERENCE_BLOCKS = 8  # sampled blocks that are in the reference's memory at a time

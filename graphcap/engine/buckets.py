@@ -1,7 +1,7 @@
 """The engine: a slot per bucket, and a step launched on it, eagerly or by replaying the graph captured for that bucket.
 
 `fill` puts a row into its bucket's slot, `micro_step` runs the step on that slot, `update` ends an update. On a GPU
-`prepare` first warms up every bucket, shuts the door to further compiles, audits, and captures one graph per bucket and
+`prepare` first warms up every bucket, shuts the door to compiles, audits, and captures one graph per bucket and
 function, largest bucket first; the same calls then replay. Eager and captured run the same functions on the same slots.
 
 Calls: train.py, engine/evaluation.py, and anybody with a step of their own: a `Step` is all the engine knows.
@@ -76,7 +76,7 @@ class Step:
 class StartUp:
     """What `prepare` did, for the start-up lines and the summary at the end.
 
-    total_s: compiles, audits and captures. memory_bytes: all GPU memory that this process holds then, CUDA's context apart.
+    total_s: warm-ups, audits and captures. memory_bytes: all GPU memory that this process holds then, CUDA's context apart.
     """
 
     total_s: float = 0.0
@@ -128,12 +128,12 @@ class Engine:
         self._preparing = True
         for bucket in self.slots:
             begin = time.perf_counter()
-            self._note("compile", bucket=bucket.name)
+            self._note("warm-up", bucket=bucket.name)
             self.step.reset()
             with explained(bucket.name, self._smaller(bucket)):
                 self._warm_up(bucket)
                 self.start_up.warm_up_s[bucket.name] = time.perf_counter() - begin
-                say(f"compile   bucket {bucket.name}: {self.start_up.warm_up_s[bucket.name]:.1f} s")
+                say(f"warm-up   bucket {bucket.name}: {self.start_up.warm_up_s[bucket.name]:.1f} s")
                 self._note("audit", bucket=bucket.name)
                 self.step.audit(bucket, self.slots[bucket])
         self.door.close()

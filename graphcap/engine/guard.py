@@ -27,13 +27,10 @@ TORCH_NAMES = (
     ("torch._dynamo.callback.callback_handler.register_end_callback", "2.11 2.13"),
     ("torch._dynamo.exc.FailOnRecompileLimitHit", "2.11 2.13"),
     ("torch._dynamo.config.recompile_limit", "2.11 2.13"),
-    ("torch._dynamo.config.accumulated_recompile_limit", "2.11 2.13"),
     ("torch._dynamo.config.fail_on_recompile_limit_hit", "2.11 2.13"),
     ("torch.use_deterministic_algorithms", "2.11 2.13"),
     ("torch.utils.deterministic.fill_uninitialized_memory", "2.11 2.13"),
-    ("torch._inductor.config.deterministic", "2.11 2.13"),
     ("torch._inductor.runtime.cache_dir_utils.default_cache_dir", "2.11 2.13"),
-    ("torch.nn.attention.flex_attention._warn_once", "2.11 2.13"),
     ("torch.nn.attention.flex_attention._WARNINGS_SHOWN", "2.11 2.13"),
     ("torch.autograd.set_multithreading_enabled", "2.11 2.13"),
     ("torch.optim.adamw.adamw", "2.11 2.13"),
@@ -60,8 +57,9 @@ def use_deterministic_math() -> dict[str, str]:
     if torch.cuda.is_available():
         from torch._dynamo import config as dynamo_config
 
-        # This also sets Inductor's deterministic mode. Setting that alone does not last: after every compile Dynamo puts
-        # back the global flag, and with it Inductor's, so that kernels would be chosen by timing (torch 2.11 and 2.13).
+        # For a step that compiles this also sets Inductor's deterministic mode. Setting that alone does not last: after every
+        # compile Dynamo puts back the global flag, and with it Inductor's, so that kernels would be chosen by timing (torch
+        # 2.11 and 2.13).
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False
         dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, 256)
@@ -119,7 +117,7 @@ class Door:
                     self._running[0],
                     expected="no compile under way when training begins",
                     got="a compile still running",
-                    fix="let that thread finish, or start it after training; graphcap compiles only before update 1",
+                    fix="let that thread finish, or start it after training; a step compiles only before update 1",
                 )
             self.shut = True
         self._limit_fails = dynamo_config.fail_on_recompile_limit_hit
@@ -156,7 +154,7 @@ class Door:
             f"{arguments.compile_id} in thread {thread}",
             expected="no compile once training has begun",
             got="a new compile",
-            cause="graphcap compiles everything before update 1",
+            cause="a step compiles what it needs before update 1",
             fix="compile it before training starts, or in another process",
         )
 

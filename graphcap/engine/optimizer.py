@@ -1,7 +1,7 @@
 """Flat state and the update: fp32 masters, moments and gradients as one tensor each, the learning rate on the device.
 
 Every tensor that outlives a step lives here, is made once and never moves; loading copies into it. No Optimizer object
-owns state: the update calls torch's fused AdamW in its functional form on the flat tensors.
+owns state: the update is AdamW over the flat tensors, by our kernel on CUDA, elsewhere by torch's in its functional form.
 
 Calls: engine/step.py. Source of the update's order: DESIGN's way of the data; of AdamW: torch.optim.adamw.
 """
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from graphcap import kernels
 
 ALIGNMENT_BYTES = 128
 
@@ -89,7 +91,7 @@ class FlatState:
     @torch.no_grad()
     def accumulate(self, gradients: tuple[Tensor, ...]) -> None:
         """Add one micro step's gradients, in the compute dtype, to the float32 sums. Capture: safe."""
-        if self.sums.device.type == "cuda":
+        if kernels.serve(self.sums.device):
             from graphcap.kernels import update
 
             update.add_(self.gradients, gradients, self.places)
@@ -144,7 +146,7 @@ def _adamw(state: FlatState, hyper: Hyper, *, rate: Tensor, grad_scale: Tensor, 
     """AdamW on the mean's gradient, masters into weights, gradients to zero; on CUDA in one pass by our kernel."""
     rates = {"beta1": hyper.beta1, "beta2": hyper.beta2, "eps": hyper.eps, "weight_decay": hyper.weight_decay}
     scalars = {"grad_scale": grad_scale, "found_inf": found_inf}
-    if state.master.device.type == "cuda":
+    if kernels.serve(state.master.device):
         from graphcap.kernels import update
 
         moments = state.exp_avg, state.exp_avg_sq

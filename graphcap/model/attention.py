@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from graphcap import kernels
 from graphcap.model.blocks import Visibility
 
 TILE = 128  # rows and draft tokens come in multiples of it: whole tiles for every kernel
@@ -22,7 +23,7 @@ def attention_for(device: torch.device):
     q: [H, Q, C]. context: keys and values [G, T, C], with G key heads that divide H. blocks: keys and values [G, Q, C] of the
     queries' own tokens, or None where a visibility has no draft keys. Gives the attention output [H, Q, C].
     """
-    return IntervalAttention() if device.type == "cuda" else DenseAttention()
+    return IntervalAttention() if kernels.serve(device) else DenseAttention()
 
 
 def joined(context: Pair, blocks: Pair | None) -> Pair:
@@ -51,7 +52,7 @@ class DenseAttention:
 
 
 class IntervalAttention:
-    """Attention over the intervals of a visibility, by Triton kernels; compiled functions call it as one operator."""
+    """Attention over the intervals of a visibility, by Triton kernels."""
 
     def __init__(self) -> None:
         from graphcap.kernels.attention import interval_attention

@@ -1,30 +1,13 @@
-"""What stands between the matmuls of a drafter's layer, each one pass: by our kernels on CUDA, as written here elsewhere.
+"""What stands between the matmuls of a layer, each one pass: by our kernels on CUDA, as written here elsewhere.
 
-And matmuls that share their input, as one. Called by model/drafter.py and engine/audit.py.
+And matmuls that share their input, as one. Called by model/drafter.py and model/lean.py.
 """
-
-import contextlib
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_written_out = False
-
-
-@contextlib.contextmanager
-def written_out():
-    """Inside, no kernel of ours runs between matmuls: for references."""
-    global _written_out
-    _written_out, before = True, _written_out
-    try:
-        yield
-    finally:
-        _written_out = before
-
-
-def _by_kernels(x: Tensor) -> bool:
-    return x.device.type == "cuda" and not _written_out
+from graphcap import kernels
 
 
 class RMSNorm(nn.Module):
@@ -48,7 +31,7 @@ class RMSNorm(nn.Module):
 
 def after_norm(x: Tensor, other: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(x + other, that / rms(that) · weight) over the last dimension; without other, x itself comes first."""
-    if _by_kernels(x):
+    if kernels.serve(x.device):
         from graphcap.kernels import rows
 
         return rows.norm(x, other, weight, eps)
@@ -58,7 +41,7 @@ def after_norm(x: Tensor, other: Tensor | None, weight: Tensor, eps: float) -> t
 
 def normed_rotated(x_HSC: Tensor, table: tuple[Tensor, Tensor], weight: Tensor | None, eps: float) -> Tensor:
     """Heads [H, S, C] normed, unless weight is None, and rotated. Without a norm the kernel has no gradient."""
-    if _by_kernels(x_HSC):
+    if kernels.serve(x_HSC.device):
         from graphcap.kernels import rows
 
         return rows.norm_rotate(x_HSC, weight, table, eps)
@@ -83,7 +66,7 @@ def rotate(x_HSC: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
 
 def gate(gate_up: Tensor) -> Tensor:
     """silu(gate) · up [S, I] of [S, 2I], the gate first."""
-    if _by_kernels(gate_up):
+    if kernels.serve(gate_up.device):
         from graphcap.kernels import rows
 
         return rows.gate(gate_up)

@@ -10,6 +10,8 @@ Calls: engine/step.py.
 import torch
 from torch import Tensor
 
+from graphcap import kernels
+
 
 def head_loss(
     hidden_MD: Tensor, head_VD: Tensor, label_M: Tensor, weight_M: Tensor, *, chunk_tokens: int
@@ -36,7 +38,7 @@ def chunk_loss(logits_MV: Tensor, label_M: Tensor, weight_M: Tensor) -> tuple[Te
 
 def chunk_loss_(logits_MV: Tensor, label_M: Tensor, weight_M: Tensor, loss_M: Tensor, correct_M: Tensor) -> None:
     """The same into loss_M and correct_M; the logits become their own gradient. On CUDA by our kernel."""
-    if logits_MV.device.type == "cuda":
+    if kernels.serve(logits_MV.device):
         from graphcap.kernels import loss
 
         loss.chunk_loss_(logits_MV, label_M, weight_M, loss_M, correct_M)

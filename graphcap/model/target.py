@@ -1,9 +1,9 @@
 """The frozen target: features of a row for training, verification with a cache for decoding, its embedding and head.
 
-transformers runs the layers; attention is ours. We register one attention function, which hands queries, keys and values
-to the `attend` object that the caller passed into the forward: `RowAttention` keeps the documents of a row apart,
-`KeyValueCache` continues one sequence. transformers then builds no mask and no cache of its own, so nothing in a forward
-branches on the host, and rolling back a rejected draft is setting a length.
+transformers runs the layers, but for rows of plain decoders (model/lean.py); attention is ours. We register one attention
+function, which hands queries, keys and values to the `attend` object that the caller passed into the forward: `RowAttention`
+keeps the documents of a row apart, `KeyValueCache` continues one sequence. transformers then builds no mask and no cache of
+its own, so nothing in a forward branches on the host, and rolling back a rejected draft is setting a length.
 
 Calls: engine/step.py, model/decode.py, train.py, eval.py. Loading: model/loading.py.
 """

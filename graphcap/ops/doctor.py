@@ -95,7 +95,7 @@ def answers() -> Iterator[str]:
     folder = tempfile.TemporaryDirectory(dir=place if place and os.access(place, os.W_OK) else None, ignore_cleanup_errors=True)
     with tempfile.TemporaryFile() as errors, folder as empty:  # nothing is cached: kernels are compiled where they will be
         where = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": errors, "start_new_session": True}
-        variables = os.environ | dict.fromkeys(machine.CACHES, empty) | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        variables = os.environ | dict.fromkeys(machine.CACHES, empty)
         child = subprocess.Popen([sys.executable, "-c", program], **where, env=variables)
         try:
             yield from (text for text in lines_of(child, DEVICE_S) if text.startswith('{"name"'))

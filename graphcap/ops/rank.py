@@ -23,7 +23,7 @@ from graphcap.ops import blackbox, checkpoint, ending, faults, records, runfolde
 ON_END_S = 20
 NOT_AGAIN = 4  # exit code of a rank, to its supervisor: another start would end the same way
 SUPERVISOR = "GRAPHCAP_SUPERVISOR"  # variable that tells a rank its supervisor's process id
-BEFORE_TRAINING = ("start-up", "extract", "load target", "load data", "compile", "audit", "capture", "load state", "reserve")
+BEFORE_TRAINING = ("start-up", "extract", "load target", "load data", "warm-up", "audit", "capture", "load state", "reserve")
 AFTER_TRAINING = ("decode", "finished", "stopped")
 FEATURES = "write features"  # where training computes what its features lack: a stop keeps them
 WRITING = ("save", FEATURES)

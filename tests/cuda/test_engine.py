@@ -43,7 +43,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def eager(engine):
-    """The same step launched from Python, sharing the captured engine's compiled functions and closed door."""
+    """The same step launched from Python, sharing the captured engine's kernels and closed door."""
     twin = Engine(small_step(), BUCKETS)
     return twin
 

@@ -17,7 +17,6 @@ WIDTHS = {"hidden_size": 576, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64,
 
 
 def measured_and_predicted(bucket: Bucket, *, checkpointing: bool = False, chunk_tokens: int = 2048) -> tuple[int, int]:
-    torch._dynamo.reset()
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

@@ -1,0 +1,55 @@
+"""Every gradient of a micro step by our kernels against plain float32 operations of the same numbers."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from graphcap.data.planner import Bucket
+from graphcap.engine import Engine
+from graphcap.kernels import written_out
+from tests.cuda.test_engine import DEVICE, random_row
+from tests.toys import TableTarget, fresh_seed, make_step, random_drafter, relative
+
+pytestmark = pytest.mark.cuda
+BUCKET, MOST = Bucket(512, 64), 0.01
+
+
+def table_target(seed: int, dtype: torch.dtype) -> TableTarget:
+    """Tables of bfloat16 numbers, in any dtype."""
+    target = TableTarget(seed)
+    for name in ("embedding_VD", "head_VD", "features_VF"):
+        setattr(target, name, getattr(target, name).to(DEVICE, torch.bfloat16).to(dtype))
+    return target
+
+
+def gradients(step, arrays) -> dict[str, torch.Tensor]:
+    engine = Engine(step, (BUCKET,))
+    engine.fill(BUCKET, arrays)
+    step.state.sums.zero_()
+    engine.micro_step(BUCKET)
+    engine.close()
+    return {name: view.clone() for name, view in zip(step.state.names, step.state.gradient_views, strict=True)}
+
+
+@pytest.mark.parametrize(("head_dim", "key_heads"), [(64, 2), (64, 4), (128, 1)])
+def test_every_gradient_is_the_float32_references(head_dim, key_heads):
+    seed = fresh_seed()
+    rng = np.random.default_rng(seed)
+    sizes = {"head_dim": head_dim, "num_kv_heads": key_heads, "num_layers": 3, "block_size": 16}
+    fast = make_step(table_target(seed, torch.bfloat16), random_drafter(seed, sharpness=0.5, **sizes))
+    with written_out():
+        plain = make_step(table_target(seed, torch.float32), random_drafter(seed, sharpness=0.5, **sizes))
+        plain.state.weights.copy_(fast.state.weights)
+    for _ in range(3):
+        arrays = random_row(BUCKET, rng)
+        ours = gradients(fast, arrays)
+        with written_out():
+            exact = gradients(plain, arrays)
+            arrays["anchors"][random.randrange(5, 20)] += 1  # must fail: one block of another place
+            other = gradients(plain, arrays)
+        errors = {name: relative(ours[name] - exact[name], exact[name]) for name in ours}
+        print(f"largest {max(errors.values()):.2%} {max(errors, key=errors.get)}")
+        assert max(errors.values()) <= MOST, errors
+        assert max(relative(ours[name] - other[name], other[name]) for name in ours) > MOST
