@@ -14,9 +14,9 @@ from torch import Tensor
 
 from graphcap.kernels import sums
 
-PROGRAMS = 512  # that share the rows where a weight's gradient is summed
+PROGRAMS = 528  # that share the rows where a weight's gradient is summed
 NUMBERS, WARPS = 2048, 8  # of a program of the gate
-NUMBERS_OF_NORM, WARPS_OF_NORM = 4096, 8  # of a tile of rows in the norm's backward
+NUMBERS_OF_NORM, WARPS_OF_NORM = 4096, 2  # of a tile of rows in the norm's backward
 
 
 @triton.jit
@@ -229,7 +229,7 @@ class _NormRotate(torch.autograd.Function):
 
 
 def _rows(channels: int) -> int:
-    return max(1, 2048 // triton.next_power_of_2(channels))
+    return max(1, 4096 // triton.next_power_of_2(channels))
 
 
 class _Gate(torch.autograd.Function):
