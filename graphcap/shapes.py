@@ -114,11 +114,12 @@ def measured_costs(recipe: Recipe, frame: Frame, largest: Bucket, *, device, dty
     update_ms = median_ms(engine.update, times, device)
     start = engine.start_up
     bucket_s = (start.total_s - max(start.warm_up_s.values(), default=0.0)) / len(engine.slots)  # one builds kernels for all
-    costs = Costs.fit(found, block_size=frame.config.block_size, update_ms=update_ms, bucket_s=bucket_s)
+    density, block_size = recipe.shapes.anchor_density, frame.config.block_size
+    costs = Costs.fit(found, block_size=block_size, anchor_density=density, update_ms=update_ms, bucket_s=bucket_s)
     engine.close()
-    for length, num_anchors, pairs, ms in found:
-        predicted = (costs.bucket(length, num_anchors, frame.config.block_size) + costs.pair_ps * pairs) / PS_PER_MS
-        say(f"measured  {length}/{num_anchors}: {ms:.2f} ms a micro step, {predicted / ms - 1:+.1%} as fitted")
+    for one in found:
+        predicted = (costs.bucket(one.length, one.num_anchors, block_size) + costs.pair_ps * one.pairs) / PS_PER_MS
+        say(f"measured  {one.length}/{one.num_anchors}: {one.ms:.2f} ms a micro step, {predicted / one.ms - 1:+.1%} as fitted")
     del engine, step, target
     gc.collect()
     return costs

@@ -32,7 +32,7 @@ from bench_plan import (
 )
 
 from graphcap.data import search
-from graphcap.data.costs import PS_PER_S, Costs
+from graphcap.data.costs import PS_PER_MS, PS_PER_S, Costs
 from graphcap.data.packing import Schedule
 from graphcap.data.planner import Bucket, Shapes, plan
 from graphcap.engine import Engine
@@ -84,12 +84,16 @@ def make_step(size: str, device: torch.device) -> DrafterStep:
     return DrafterStep(target, drafter, decay=decay(BLOCK_SIZE, default_gamma(BLOCK_SIZE)), hyper=hyper, chunk_tokens=2048)
 
 
-def measured_costs(step: DrafterStep, largest: Bucket, times: int) -> Costs:
+def measured_costs(step: DrafterStep, largest: Bucket, times: int, density: float = DENSITY) -> Costs:
     engine = Engine(step, trial_buckets(largest, BLOCK_SIZE))
     engine.prepare(eager=False, say=lambda line: print(line, flush=True))
     found, update_ms = samples(engine, times=times), median_ms(engine.update, times, step.device)
     engine.close()
-    return Costs.fit(found, block_size=BLOCK_SIZE, update_ms=update_ms)
+    costs = Costs.fit(found, block_size=BLOCK_SIZE, anchor_density=density, update_ms=update_ms)
+    for one in found:
+        predicted = (costs.bucket(one.length, one.num_anchors, BLOCK_SIZE) + costs.pair_ps * one.pairs) / PS_PER_MS
+        print(f"  {one.length}/{one.num_anchors} pairs {one.pairs}: {one.ms:.3f} ms, {predicted / one.ms - 1:+.1%} as fitted")
+    return costs
 
 
 def ways(name: str, lengths: np.ndarray, anchors: np.ndarray, costs: Costs) -> dict[str, Shapes]:

@@ -46,6 +46,18 @@ class Sizes:
     drafter_layers: int
 
 
+@dataclass(frozen=True)
+class Sample:
+    """A measured micro step. pairs: sum of the documents' squared lengths. draft_pairs: context tokens that the draft tokens
+    see, counted once for each."""
+
+    length: int
+    num_anchors: int
+    pairs: int
+    draft_pairs: int
+    ms: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Costs:
     """Predicted times, whole picoseconds: of a micro step whatever its bucket, of one token and one draft token in it, of
@@ -100,16 +112,20 @@ class Costs:
 
     @classmethod
     def fit(
-        cls, samples: list[tuple[int, int, int, float]], *, block_size: int, update_ms: float = 0.0, bucket_s: float = 0.0
+        cls, samples: list[Sample], *, block_size: int, anchor_density: float, update_ms: float = 0.0, bucket_s: float = 0.0
     ) -> Costs:
-        """Costs from measured micro steps: (length, num_anchors, sum of the documents' squared lengths, ms) each.
+        """Costs from measured micro steps. anchor_density: anchors a token; each of their draft tokens sees half a document.
 
-        Least squares of the relative error, no coefficient below zero. update_ms, bucket_s: measured apart.
+        Least squares, no coefficient below zero; errors count by the root of the time, so that neither the few long rows of an
+        epoch nor its many short ones decide alone. update_ms, bucket_s: measured apart.
         """
-        assert samples and all(ms > 0 for *_, ms in samples), "micro steps that took some time"
-        length, num_anchors, pairs, ms = (np.array(column, dtype=np.float64) for column in zip(*samples))
-        columns = np.stack([np.ones_like(ms), length, num_anchors * block_size, pairs], axis=1) / ms[:, None]
-        found = np.rint(_non_negative(columns, np.ones_like(ms)) * PS_PER_MS).astype(np.int64).tolist()
+        assert samples and all(sample.ms > 0 for sample in samples), "micro steps that took some time"
+        length, num_anchors, pairs, draft_pairs, ms = np.array([tuple(vars(one).values()) for one in samples], np.float64).T
+        columns = np.stack([np.ones_like(ms), length, num_anchors * block_size, pairs, draft_pairs], axis=1)
+        weight = ms**-0.5
+        found = _non_negative(columns * weight[:, None], ms * weight) * PS_PER_MS
+        found[3] += found[4] * block_size * anchor_density / 2
+        found = np.rint(found).astype(np.int64).tolist()
         return cls(
             micro_step_ps=found[0],
             token_ps=max(1, found[1]),

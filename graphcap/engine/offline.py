@@ -28,8 +28,8 @@ class StoredStep(DrafterStep):
         features = Buffer("features", bucket.length, pad_value=0, dtype=dtype, trailing=trailing)
         return (*super().buffers(bucket), features)
 
-    def example(self, bucket, *, num_documents: int = 3) -> dict[str, np.ndarray]:
-        arrays = super().example(bucket, num_documents=num_documents)
+    def example(self, bucket, *, num_documents: int = 3, full: bool = False) -> dict[str, np.ndarray]:
+        arrays = super().example(bucket, num_documents=num_documents, full=full)
         generator = torch.Generator().manual_seed(int(arrays["anchors"].sum()))
         some_PF = torch.randn(EXAMPLE_TOKENS, self.target.num_features, generator=generator).to(self.target.head_VD.dtype)
         place_T = torch.arange(len(arrays["token_ids"])) % EXAMPLE_TOKENS

@@ -55,15 +55,16 @@ class DrafterStep(Step):
             Buffer("anchors", bucket.num_anchors, pad_value=UNUSED),
         )
 
-    def example(self, bucket, *, num_documents: int = 3) -> dict[str, np.ndarray]:
+    def example(self, bucket, *, num_documents: int = 3, full: bool = False) -> dict[str, np.ndarray]:
         """A row like training's: documents, a padded tail, anchors all over, a tenth of the slots unused.
 
-        Another one at every call, so that a graph that kept something of the row it was captured on is found.
+        full: no padding and, as far as there are tokens, no slot unused. Another row at every call, so that a graph that kept
+        something of the one it was captured on is found.
         """
         draw = np.random.default_rng((bucket.length, next(self._examples)))
-        length = bucket.length - bucket.length // 16
+        length = bucket.length - (0 if full else bucket.length // 16)
         parts = [len(part) for part in np.array_split(np.arange(length), num_documents)]
-        count = min(bucket.num_anchors - bucket.num_anchors // 10, length - 1)
+        count = min(bucket.num_anchors - (0 if full else bucket.num_anchors // 10), length - 1)
         return {
             "token_ids": draw.integers(0, self.target.head_VD.shape[0], length).astype(np.int32),
             "position": np.concatenate([np.arange(part) for part in parts]).astype(np.int32),

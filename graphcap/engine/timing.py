@@ -10,14 +10,15 @@ import time
 import numpy as np
 import torch
 
+from graphcap.data.costs import Sample
 from graphcap.engine.buckets import Engine
 from graphcap.engine.step import DrafterStep
 
 NUM_DOCUMENTS = (1, 4, 16)  # in a row: attention sees one document at a time
 
 
-def samples(engine: Engine, *, times: int) -> list[tuple[int, int, int, float]]:
-    """(length, anchor slots, sum of the documents' squared lengths, ms) of micro steps. times: replays; their median counts.
+def samples(engine: Engine, *, times: int) -> list[Sample]:
+    """Micro steps of full rows of every bucket. times: replays; their median counts.
 
     engine: prepared, over a DrafterStep.
     """
@@ -25,10 +26,12 @@ def samples(engine: Engine, *, times: int) -> list[tuple[int, int, int, float]]:
     assert isinstance(step, DrafterStep), f"{type(step).__name__} has no rows of documents"
     for bucket in engine.slots:
         for num_documents in NUM_DOCUMENTS:
-            arrays = step.example(bucket, num_documents=num_documents)
+            arrays = step.example(bucket, num_documents=num_documents, full=True)
             engine.fill(bucket, arrays)
             ms = median_ms(lambda bucket=bucket: engine.micro_step(bucket), times, step.device)
-            found.append((bucket.length, bucket.num_anchors, squares(arrays["position"]), ms))
+            draft_pairs = step.block_size * int(arrays["position"][arrays["anchors"]].sum())
+            pairs = squares(arrays["position"])
+            found.append(Sample(bucket.length, bucket.num_anchors, pairs=pairs, draft_pairs=draft_pairs, ms=ms))
     return found
 
 

@@ -16,7 +16,7 @@ from graphcap.kernels import sums
 
 PROGRAMS = 528  # that share the rows where a weight's gradient is summed
 NUMBERS, WARPS = 2048, 8  # of a program of the gate
-NUMBERS_OF_NORM, WARPS_OF_NORM = 4096, 2  # of a tile of rows in the norm's backward
+NUMBERS_OF_NORM, NUMBERS_A_WARP = 4096, 2048  # of a tile of rows in the norm's backward; at least two rows
 
 
 @triton.jit
@@ -182,12 +182,12 @@ class _Norm(torch.autograd.Function):
         width = total.shape[-1]
         num_rows, dx, dout = total.numel() // width, torch.empty_like(total), dout.contiguous()
         pad = triton.next_power_of_2(width)
-        rows = max(1, NUMBERS_OF_NORM // pad)
+        rows = max(2, NUMBERS_OF_NORM // pad)
         programs = min(PROGRAMS, triton.cdiv(num_rows, rows))
         dweight = torch.empty(programs, width, dtype=torch.float32, device=total.device)
         norm_backward_kernel[(len(dweight),)](
             total, weight, dout if dtotal is None else dtotal.contiguous(), dout, dx, dweight, num_rows, width, ctx.eps,
-            HAS_TOTAL=dtotal is not None, PAD=pad, ROWS=rows, num_warps=WARPS_OF_NORM,
+            HAS_TOTAL=dtotal is not None, PAD=pad, ROWS=rows, num_warps=max(1, rows * pad // NUMBERS_A_WARP),
         )  # fmt: skip
         return dx, dx if ctx.has_other else None, sums.of_parts(dweight, weight.dtype), None
 
@@ -199,33 +199,70 @@ def _warps(width: int) -> int:
 class _NormRotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, cos, sin, eps):
-        heads, tokens, channels = x.shape
-        out = x.new_empty(tokens, heads, channels).transpose(0, 1)
-        rows = _rows(channels)
-        rotate_kernel[(triton.cdiv(heads * tokens, rows),)](
-            x, cos if weight is None else weight, cos, sin, out, heads * tokens,
-            x.stride(1), x.stride(0), out.stride(1), out.stride(0), eps, NORM=weight is not None,
-            HEADS=heads, C=channels, HALF=triton.next_power_of_2(channels // 2), ROWS=rows,
-        )  # fmt: skip
         ctx.save_for_backward(x, weight, cos, sin)
         ctx.eps = eps
-        return out
+        return _rotated(x, weight, cos, sin, eps)
 
     @staticmethod
     def backward(ctx, dout):
         x, weight, cos, sin = ctx.saved_tensors
         heads, tokens, channels = x.shape
-        dx, rows = x.new_empty(tokens, heads, channels).transpose(0, 1), _rows(channels)
-        if dout.stride(-1) != 1:
-            dout = dout.contiguous()
-        programs = min(PROGRAMS, triton.cdiv(heads * tokens, rows))
-        dweight = torch.empty(programs, channels, dtype=torch.float32, device=x.device)
-        rotate_backward_kernel[(programs,)](
-            x, weight, cos, sin, dout, dx, dweight, heads * tokens,
-            x.stride(1), x.stride(0), dout.stride(1), dout.stride(0), dx.stride(1), dx.stride(0), ctx.eps,
-            HEADS=heads, C=channels, HALF=triton.next_power_of_2(channels // 2), ROWS=rows,
-        )  # fmt: skip
-        return dx, sums.of_parts(dweight, weight.dtype), None, None, None
+        dx = x.new_empty(tokens, heads, channels).transpose(0, 1)
+        return dx, _rotated_backward(x, weight, cos, sin, ctx.eps, dout, dx), None, None, None
+
+
+class _HeadsRotated(torch.autograd.Function):
+    """Queries, keys and values of one matmul; their gradients are written side by side, as its backward wants them."""
+
+    @staticmethod
+    def forward(ctx, joined, q_weight, k_weight, cos, sin, eps, key_heads):
+        ctx.save_for_backward(joined, q_weight, k_weight, cos, sin)
+        ctx.eps, ctx.key_heads = eps, key_heads
+        q, k, v = _heads(joined, q_weight.numel(), key_heads)
+        return _rotated(q, q_weight, cos, sin, eps), _rotated(k, k_weight, cos, sin, eps), v
+
+    @staticmethod
+    def backward(ctx, dq, dk, dv):
+        joined, q_weight, k_weight, *table = ctx.saved_tensors
+        djoined, channels = torch.empty_like(joined), q_weight.numel()
+        (q, k, _), (dq_in, dk_in, dv_in) = (_heads(one, channels, ctx.key_heads) for one in (joined, djoined))
+        dq_weight = _rotated_backward(q, q_weight, *table, ctx.eps, dq, dq_in)
+        dk_weight = _rotated_backward(k, k_weight, *table, ctx.eps, dk, dk_in)
+        dv_in.copy_(dv)
+        return djoined, dq_weight, dk_weight, None, None, None, None
+
+
+def _heads(joined: Tensor, channels: int, key_heads: int) -> tuple[Tensor, ...]:
+    """[heads, S, C] of the queries, keys and values that stand side by side in [S, (H + 2G) · C]."""
+    heads = joined.unflatten(1, (-1, channels)).transpose(0, 1)
+    return heads.split([heads.shape[0] - 2 * key_heads, key_heads, key_heads])
+
+
+def _rotated(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+    heads, tokens, channels = x.shape
+    out, rows = x.new_empty(tokens, heads, channels).transpose(0, 1), _rows(channels)
+    rotate_kernel[(triton.cdiv(heads * tokens, rows),)](
+        x, cos if weight is None else weight, cos, sin, out, heads * tokens,
+        x.stride(1), x.stride(0), out.stride(1), out.stride(0), eps, NORM=weight is not None,
+        HEADS=heads, C=channels, HALF=triton.next_power_of_2(channels // 2), ROWS=rows,
+    )  # fmt: skip
+    return out
+
+
+def _rotated_backward(x, weight, cos, sin, eps: float, dout: Tensor, dx: Tensor) -> Tensor:
+    """Fills dx, laid out in any way with channels next to each other; returns the weight's gradient."""
+    heads, tokens, channels = x.shape
+    rows = _rows(channels)
+    if dout.stride(-1) != 1:
+        dout = dout.contiguous()
+    programs = min(PROGRAMS, triton.cdiv(heads * tokens, rows))
+    dweight = torch.empty(programs, channels, dtype=torch.float32, device=x.device)
+    rotate_backward_kernel[(programs,)](
+        x, weight, cos, sin, dout, dx, dweight, heads * tokens,
+        x.stride(1), x.stride(0), dout.stride(1), dout.stride(0), dx.stride(1), dx.stride(0), eps,
+        HEADS=heads, C=channels, HALF=triton.next_power_of_2(channels // 2), ROWS=rows,
+    )  # fmt: skip
+    return sums.of_parts(dweight, weight.dtype)
 
 
 def _rows(channels: int) -> int:
@@ -267,6 +304,16 @@ def norm_rotate(x_HSC: Tensor, weight_C: Tensor | None, table: tuple[Tensor, Ten
     """
     assert weight_C is not None or not x_HSC.requires_grad
     return _NormRotate.apply(x_HSC, weight_C, *table, eps)
+
+
+def heads_rotated(
+    joined_SR: Tensor, q_weight_C: Tensor, k_weight_C: Tensor, table: tuple[Tensor, Tensor], eps: float, key_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [H, S, C], keys and values [G, S, C] of one matmul's output [S, (H + 2G) · C], queries and keys as norm_rotate.
+
+    Capture: safe.
+    """
+    return _HeadsRotated.apply(joined_SR, q_weight_C, k_weight_C, *table, eps, key_heads)
 
 
 def gate(gate_up: Tensor) -> Tensor:

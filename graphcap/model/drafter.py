@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from graphcap.errors import ConfigError
-from graphcap.model.fused import RMSNorm, gate, linear, rotary_table
+from graphcap.model.fused import RMSNorm, gate, heads_rotated, linear, rotary_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +111,9 @@ class Attention(nn.Module):
     def forward(self, x_QD: Tensor, table: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], attend) -> Tensor:
         """attend(q_HQC, context, block) -> [H, Q, C]; context and block: keys and values [G, S, C] and [G, Q, C]."""
         weights = self.q_proj.weight, self.k_proj.weight, self.v_proj.weight
-        q, k, v = linear(x_QD, *weights).split([weight.shape[0] for weight in weights], dim=1)
-        block = self.k_norm.rotated(self.heads(k), table), self.heads(v)
-        out_HQC = attend(self.q_norm.rotated(self.heads(q), table), context, block)
+        joined = linear(x_QD, *weights)
+        q_HQC, *block = heads_rotated(joined, self.q_norm, self.k_norm, table, self.k_proj.out_features // self.head_dim)
+        out_HQC = attend(q_HQC, context, tuple(block))
         return linear(rearrange(out_HQC, "h q c -> q (h c)"), self.o_proj.weight)
 
     def heads(self, x: Tensor) -> Tensor:

@@ -48,6 +48,19 @@ def normed_rotated(x_HSC: Tensor, table: tuple[Tensor, Tensor], weight: Tensor |
     return rotate(x_HSC if weight is None else F.rms_norm(x_HSC, weight.shape, weight, eps), table)
 
 
+def heads_rotated(
+    joined_SR: Tensor, q_norm: RMSNorm, k_norm: RMSNorm, table: tuple[Tensor, Tensor], key_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [H, S, C], keys and values [G, S, C] that stand side by side in [S, (H + 2G) · C]; the first two rotated."""
+    if kernels.serve(joined_SR.device):
+        from graphcap.kernels import rows
+
+        return rows.heads_rotated(joined_SR, q_norm.weight, k_norm.weight, table, q_norm.eps, key_heads)
+    heads = joined_SR.unflatten(1, (-1, q_norm.weight.numel())).transpose(0, 1)
+    q, k, v = heads.split([heads.shape[0] - 2 * key_heads, key_heads, key_heads])
+    return q_norm.rotated(q, table), k_norm.rotated(k, table), v
+
+
 def rotary_table(position_S: Tensor, *, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin of the rotary angles, [S, C] in `dtype`; angles in float32 whatever the drafter's dtype."""
     # Written as the serving engines write it: theta ** -x is one bit off in a fifth of the frequencies.

@@ -186,6 +186,16 @@ def test_norm_and_rotation_are_the_plain_ones(device, heads, channels):
     same_as_in_float64(lambda x, w: (rows.norm_rotate(heads_of(x), w, table, 1e-6),), plain, flat, weight)
     with pytest.raises(AssertionError, match="output 0"):  # must fail: sine for cosine
         same_as_in_float64(lambda x, w: (rows.norm_rotate(heads_of(x), w, table[::-1], 1e-6),), plain, flat, weight)
+    joined = halves(device, 1000, (heads + 4) * channels)  # two key heads
+
+    def plain_heads(joined, q_weight, k_weight):
+        q, k, v = joined.unflatten(1, (-1, channels)).transpose(0, 1).split([heads, 2, 2])
+        return rotate(wide_norm(q, q_weight), exact), rotate(wide_norm(k, k_weight), exact), v
+
+    same_as_in_float64(
+        lambda joined, *weights: rows.heads_rotated(joined, *weights, table, 1e-6, 2), plain_heads, joined, weight,
+        halves(device, channels),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("vocabulary", [501, 49152, 151936])

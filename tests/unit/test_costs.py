@@ -2,11 +2,14 @@
 
 import json
 import secrets
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from graphcap.data.costs import ASSUMED, PS_PER_MS, Costs, Sizes
+from graphcap.data.costs import ASSUMED, PS_PER_MS, Costs, Sample, Sizes
+
+DENSITY = 2 / 16  # a draft token's pairs then weigh half of a token's
 
 
 def made(draw: np.random.Generator, *, zero: str = "") -> tuple[Costs, list]:
@@ -17,10 +20,10 @@ def made(draw: np.random.Generator, *, zero: str = "") -> tuple[Costs, list]:
     samples = []
     for _ in range(30):
         length, num_anchors = int(draw.integers(1, 64)) * 128, int(draw.integers(1, 128)) * 8
-        pairs = int(draw.uniform(0.01, 1) * length**2)
-        samples.append(
-            (length, num_anchors, pairs, (costs.bucket(length, num_anchors, 16) + costs.pair_ps * pairs) / PS_PER_MS)
-        )
+        pairs, draft_pairs = int(draw.uniform(0.01, 1) * length**2), int(draw.uniform(0.01, 1) * length * num_anchors * 8)
+        attention = (costs.pair_ps * pairs + costs.pair_ps * draft_pairs) // 2  # half of it the draft tokens' at DENSITY
+        ms = (costs.bucket(length, num_anchors, 16) + attention) / PS_PER_MS
+        samples.append(Sample(length, num_anchors, pairs, draft_pairs, ms))
     return costs, samples
 
 
@@ -34,23 +37,23 @@ def distance(one: Costs, other: Costs) -> float:
 def test_a_fit_finds_the_costs_that_made_the_samples(zero):
     seed = secrets.randbits(32)
     costs, samples = made(np.random.default_rng(seed), zero=zero)
-    found = Costs.fit(samples, block_size=16, update_ms=5.0)
+    found = Costs.fit(samples, block_size=16, anchor_density=DENSITY, update_ms=5.0)
     assert distance(found, costs) < 1e-3 and found.update_ps == costs.update_ps, f"seed {seed}: {found} for {costs}"
     # Must fail: the same times for other buckets.
-    twin = [(length + 1024, num_anchors, pairs, ms) for length, num_anchors, pairs, ms in samples]
-    assert distance(Costs.fit(twin, block_size=16), costs) > 1e-3, f"seed {seed}"
+    twin = [replace(sample, length=sample.length + 1024) for sample in samples]
+    assert distance(Costs.fit(twin, block_size=16, anchor_density=DENSITY), costs) > 1e-3, f"seed {seed}"
 
 
 def test_a_fit_of_noisy_times_predicts_them_and_is_never_negative():
     seed = secrets.randbits(32)
     draw = np.random.default_rng(seed)
     costs, samples = made(draw, zero="pair_ps")
-    noisy = [(*sizes, ms * draw.uniform(0.97, 1.03)) for *sizes, ms in samples]
-    found = Costs.fit(noisy, block_size=16)
+    noisy = [replace(sample, ms=sample.ms * draw.uniform(0.97, 1.03)) for sample in samples]
+    found = Costs.fit(noisy, block_size=16, anchor_density=DENSITY)
     assert min(found.to_json().values()) >= 0, f"seed {seed}"
-    for length, num_anchors, pairs, ms in samples:
-        predicted = (found.bucket(length, num_anchors, 16) + found.pair_ps * pairs) / PS_PER_MS
-        assert abs(predicted / ms - 1) < 0.03, f"seed {seed}"
+    for one in samples:
+        predicted = (found.bucket(one.length, one.num_anchors, 16) + found.pair_ps * one.pairs) / PS_PER_MS
+        assert abs(predicted / one.ms - 1) < 0.03, f"seed {seed}"
 
 
 def test_sums_are_those_of_a_loop_and_json_reads_back():

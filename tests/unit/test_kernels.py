@@ -18,7 +18,7 @@ from graphcap.errors import ConfigError  # noqa: E402
 from graphcap.kernels import attention, loss, options, rows, update  # noqa: E402 - after the checks
 from graphcap.model.attention import TILE, DenseAttention, IntervalAttention  # noqa: E402
 from graphcap.model.blocks import Visibility, row_visibility  # noqa: E402
-from graphcap.model.fused import RMSNorm, gate, rotary_table  # noqa: E402
+from graphcap.model.fused import RMSNorm, gate, heads_rotated, rotary_table  # noqa: E402
 from graphcap.model.loss import chunk_loss  # noqa: E402
 from tests.toys import fresh_seed, relative  # noqa: E402
 
@@ -229,6 +229,24 @@ def test_the_rotating_kernel_is_the_norm_and_the_rotation(heads, channels, monke
     other = tuple(reversed(table))
     with pytest.raises(AssertionError, match="output"):  # must fail: sine for cosine
         assert_same((rows.norm_rotate(x_HSC, norm.weight, other, norm.eps),), (ours,), (flat, norm.weight), ("x", "weight"))
+
+
+def test_heads_of_one_matmul_are_rotated_and_their_gradients_stand_side_by_side(monkeypatch):
+    fresh_seed()
+    monkeypatch.setattr(rows, "_rows", lambda channels: 4)
+    channels, tokens, key_heads = 16, 9, 2
+    norms = [RMSNorm(channels, 1e-5) for _ in range(2)]
+    with torch.no_grad():
+        for norm in norms:
+            norm.weight.normal_()
+    joined = torch.randn(tokens, (3 + 2 * key_heads) * channels, requires_grad=True)
+    table = rotary_table(torch.randint(0, 500, (tokens,)), head_dim=channels, theta=1e4, dtype=torch.float32)
+    inputs, names = (joined, *(norm.weight for norm in norms)), ("joined", "queries' weight", "keys' weight")
+    ours = rows.heads_rotated(joined, *inputs[1:], table, 1e-5, key_heads)
+    assert_same(ours, heads_rotated(joined, *norms, table, key_heads), inputs, names)
+    swapped = rows.heads_rotated(joined, *inputs[:0:-1], table, 1e-5, key_heads)
+    with pytest.raises(AssertionError, match="output"):  # must fail: the weights swapped
+        assert_same(swapped, heads_rotated(joined, *norms, table, key_heads), inputs, names)
 
 
 def test_the_gate_kernel_is_the_gate(monkeypatch):
