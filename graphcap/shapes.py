@@ -114,7 +114,7 @@ def measured_costs(recipe: Recipe, frame: Frame, largest: Bucket, *, device, dty
     update_ms = median_ms(engine.update, times, device)
     start = engine.start_up
     bucket_s = (start.total_s - max(start.warm_up_s.values(), default=0.0)) / len(engine.slots)  # one builds kernels for all
-    density, block_size = recipe.shapes.anchor_density, frame.config.block_size
+    density, block_size = largest.num_anchors / largest.length, frame.config.block_size
     costs = Costs.fit(found, block_size=block_size, anchor_density=density, update_ms=update_ms, bucket_s=bucket_s)
     engine.close()
     for one in found:

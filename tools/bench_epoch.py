@@ -40,6 +40,7 @@ from graphcap.engine.guard import use_deterministic_math
 from graphcap.engine.optimizer import Hyper
 from graphcap.engine.step import DrafterStep
 from graphcap.engine.timing import median_ms, samples
+from graphcap.model.attention import TILE
 from graphcap.model.blocks import decay, default_gamma
 from graphcap.model.drafter import Drafter, DrafterConfig, tapped_layers
 from graphcap.model.target import Target
@@ -51,6 +52,8 @@ SIZES = {  # hidden, query heads, key heads, head size, MLP, vocabulary, target 
     "toy": (32, 4, 2, 8, 64, 512, 6),  # for a CPU
 }
 ROWS_PER_UPDATE = 8
+NUM_BATCHES = 8  # padded ones that are measured
+WAYS = "ours,one,powers,single,singles,padded"
 
 
 def make_step(size: str, device: torch.device) -> DrafterStep:
@@ -84,11 +87,12 @@ def make_step(size: str, device: torch.device) -> DrafterStep:
     return DrafterStep(target, drafter, decay=decay(BLOCK_SIZE, default_gamma(BLOCK_SIZE)), hyper=hyper, chunk_tokens=2048)
 
 
-def measured_costs(step: DrafterStep, largest: Bucket, times: int, density: float = DENSITY) -> Costs:
+def measured_costs(step: DrafterStep, largest: Bucket, times: int) -> Costs:
     engine = Engine(step, trial_buckets(largest, BLOCK_SIZE))
     engine.prepare(eager=False, say=lambda line: print(line, flush=True))
     found, update_ms = samples(engine, times=times), median_ms(engine.update, times, step.device)
     engine.close()
+    density = largest.num_anchors / largest.length
     costs = Costs.fit(found, block_size=BLOCK_SIZE, anchor_density=density, update_ms=update_ms)
     for one in found:
         predicted = (costs.bucket(one.length, one.num_anchors, BLOCK_SIZE) + costs.pair_ps * one.pairs) / PS_PER_MS
@@ -146,6 +150,33 @@ def epoch_s(engine: Engine, rows: list[tuple]) -> float:
     return time.perf_counter() - begin
 
 
+def padded_ratio(step: DrafterStep, lengths: np.ndarray, anchors: np.ndarray, costs: Costs, times: int) -> float:
+    """Measured over predicted time of NUM_BATCHES of the batches of 4 that of_batches pads, spread over their lengths."""
+    order = np.random.default_rng(0).permutation(len(lengths))[: len(lengths) // 4 * 4].reshape(-1, 4)
+    order = order[np.argsort(lengths[order].max(axis=1))]
+    batches, predicted = order[np.linspace(0, len(order) - 1, NUM_BATCHES + 2).astype(int)[1:-1]], 0
+    rows = {}
+    for batch in batches:
+        longest, most = int(lengths[batch].max()), int(anchors[batch].max())
+        bucket = Bucket(search.round_up(4 * longest, TILE), search.round_up(4 * most, UNIT))
+        position = np.zeros(bucket.length, np.int64)
+        for place, number in enumerate(lengths[batch]):
+            position[place * longest : place * longest + number] = np.arange(number)
+        drawn = [
+            np.linspace(0, lengths[one] - 2, anchors[one]).astype(int) + place * longest for place, one in enumerate(batch)
+        ]
+        filled = {"token_ids": np.ones(bucket.length), "position": position, "supervised": np.ones(bucket.length)}
+        rows[bucket] = {key: array.astype(np.int32) for key, array in (filled | {"anchors": np.concatenate(drawn)}).items()}
+        predicted += costs.bucket(4 * longest, 4 * most, BLOCK_SIZE) + costs.attention(lengths[batch])
+    engine, measured_ms = Engine(step, tuple(sorted(rows, reverse=True))), 0.0
+    engine.prepare(eager=False, say=lambda line: print(line, flush=True))
+    for bucket, arrays in rows.items():
+        engine.fill(bucket, arrays)
+        measured_ms += median_ms(lambda bucket=bucket: engine.micro_step(bucket), times, step.device)
+    engine.close()
+    return measured_ms * PS_PER_MS / predicted
+
+
 def wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -155,7 +186,7 @@ def measure(name: str, step: DrafterStep, options, costs: Costs) -> dict:
     """Every way on one set; the buckets of all ways are captured in one engine."""
     lengths, anchors = documents(name, options.documents, 0)
     vocabulary, found = SIZES[options.size][5], {}
-    plans = ways(name, lengths, anchors, costs)
+    plans = {way: shapes for way, shapes in ways(name, lengths, anchors, costs).items() if way in options.ways.split(",")}
     buckets = sorted({bucket for shapes in plans.values() for bucket in shapes.buckets}, reverse=True)
     engine = Engine(step, tuple(buckets))
     engine.prepare(eager=False, say=lambda line: print(line, flush=True))
@@ -170,12 +201,15 @@ def measure(name: str, step: DrafterStep, options, costs: Costs) -> dict:
         found[way] = {"measured_s": measured_s, "predicted_s": predicted / PS_PER_S, "rows": len(rows), "buckets": names}
     engine.close()
     padded = of_batches(lengths, anchors, costs, 0)
-    found["padded"] = {"predicted_s": padded["rows_ps"] / PS_PER_S}
+    if "padded" in options.ways:
+        predicted_s = padded["rows_ps"] / PS_PER_S
+        measured_s = predicted_s * padded_ratio(step, lengths, anchors, costs, options.times)
+        found["padded"] = {"predicted_s": predicted_s, "measured_s": measured_s, "buckets": f"{NUM_BATCHES} batches measured"}
+    first = next(iter(found))
     for way, figures in found.items():
-        own = figures.get("measured_s", figures["predicted_s"])
-        error = f"{figures['predicted_s'] / own - 1:+.1%}" if "measured_s" in figures else "predicted"
-        ratio = own / found["ours"]["measured_s"]
-        print(f"{name:<10} {way:<8} {own:>8.2f} s {error:>10} {ratio:>6.2f} × ours  {figures.get('buckets', '')}", flush=True)
+        own, error = figures["measured_s"], f"{figures['predicted_s'] / figures['measured_s'] - 1:+.1%}"
+        ratio = own / found[first]["measured_s"]
+        print(f"{name:<10} {way:<8} {own:>8.2f} s {error:>10} {ratio:>6.2f} × {first}  {figures['buckets']}", flush=True)
     return {"set": name, "documents": len(lengths), "tokens": int(lengths.sum()), "ways": found}
 
 
@@ -184,6 +218,7 @@ def main() -> None:
     parser.add_argument("--size", default="smol", choices=SIZES)
     parser.add_argument("--sets", default="lognormal,humps,pareto", help="which, by comma")
     parser.add_argument("--documents", type=int, default=4000, help="of each set")
+    parser.add_argument("--ways", default=WAYS, help="which, by comma")
     parser.add_argument("--times", type=int, default=10, help="replays that a measured cost is the median of")
     parser.add_argument("--row-length", type=int, help="cut rows and documents to so many tokens: for a CPU, or a small GPU")
     options = parser.parse_args()

@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--size", default="smol", choices=SIZES)
     parser.add_argument("--longest", type=int, default=16384, help="tokens of the longest row")
     parser.add_argument("--most", type=int, default=2048, help="anchor slots, in a row half as long")
-    parser.add_argument("--document", type=int, default=1024, help="tokens of a document")
+    parser.add_argument("--document", type=int, default=512, help="tokens of a document")
     parser.add_argument("--times", type=int, default=20, help="micro steps that a time is the median of")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -21,7 +21,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from bench_epoch import make_step as with_target
+from bench_step import make_step as without_target
 
+from graphcap.data.planner import Bucket
+from graphcap.engine import Engine
+from graphcap.engine.guard import use_deterministic_math
+from graphcap.engine.timing import median_ms
 from graphcap.ops.progress import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -131,7 +137,27 @@ def bench(folder: Path, options) -> dict:
         "predicted_epoch_s": planned["epoch_s"],
         "buckets": [f"{one['length']}/{one['num_anchors']}" for one in planned["buckets"]],
     }
-    return found | {"idle_share": float(idle[1]) / 100 if idle else None, "features": options.features}
+    found |= {"idle_share": float(idle[1]) / 100 if idle else None, "features": options.features}
+    if torch.cuda.is_available() and not options.features:
+        found["shares"] = shares(options.size, planned["buckets"][0], options.tokens_per_update)
+    return found
+
+
+def shares(size: str, largest: dict, tokens_per_update: int) -> dict[str, float]:
+    """Of an update's time, what target, drafter and update take: full rows of the largest bucket, with and without target."""
+    bucket, times = Bucket(largest["length"], largest["num_anchors"]), 10
+    use_deterministic_math()
+    ms, device = {}, torch.device("cuda")
+    for name, step in (("both", with_target(size, device)), ("drafter", without_target(size, bucket.length))):
+        engine = Engine(step, (bucket,))
+        engine.prepare(eager=False)
+        engine.fill(bucket, step.example(bucket, num_documents=bucket.length // MEDIAN, full=True))
+        ms[name] = median_ms(lambda engine=engine: engine.micro_step(bucket), times, device)
+        ms["update"] = median_ms(engine.update, times, device)
+        engine.close()
+    rows = max(1, round(tokens_per_update / bucket.length))
+    parts = {"target": rows * (ms["both"] - ms["drafter"]), "drafter": rows * ms["drafter"], "update": ms["update"]}
+    return {name: part / sum(parts.values()) for name, part in parts.items()}
 
 
 def main() -> None:
@@ -155,6 +181,8 @@ def main() -> None:
         f"epoch                   {found['epoch_s']:.1f} s, predicted {found['predicted_epoch_s'] / found['epoch_s'] - 1:+.1%}"
     )
     print(f"GPU idle                {idle}")
+    if "shares" in found:
+        print(f"time of an update       {', '.join(f'{name} {share:.0%}' for name, share in found['shares'].items())}")
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     print(json.dumps({"gpu": where, "torch": torch.__version__, "size": options.size, "documents": options.documents, **found}))
 
