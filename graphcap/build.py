@@ -108,6 +108,8 @@ def build(recipe: Recipe, *, continued: dict | None, say, recorder: Recorder) ->
     taps, place = list(drafter_config.target_layer_ids), f"{dtype_name(dtype)} on {device.type}"
     if store is not None:
         place = f"only embedding and head loaded, {place}"
+    elif not target.is_lean:
+        place = f"rows by transformers' layers, {place}"
     say(
         f"target    {recipe.target.path}: {_millions(skeleton)} M parameters, {place}, layers {taps} tapped, "
         f"MASK is {mask_name}, fingerprint {identity.fingerprint}{_at_commit(identity)}  ({time.monotonic() - begin:.0f} s)"

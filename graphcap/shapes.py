@@ -21,7 +21,7 @@ import torch
 from graphcap.build import configure_drafter, make_drafter, make_step
 from graphcap.config import Recipe
 from graphcap.data.conversations import Documents
-from graphcap.data.costs import PS_PER_MS, PS_PER_S, Costs
+from graphcap.data.costs import PS_PER_MS, PS_PER_S, Costs, Fit
 from graphcap.data.forecast import Forecast, forecast
 from graphcap.data.packing import Schedule, choose_anchors
 from graphcap.data.planner import TILE_TOKENS, Bucket, Shapes
@@ -114,12 +114,12 @@ def measured_costs(recipe: Recipe, frame: Frame, largest: Bucket, *, device, dty
     update_ms = median_ms(engine.update, times, device)
     start = engine.start_up
     bucket_s = (start.total_s - max(start.warm_up_s.values(), default=0.0)) / len(engine.slots)  # one builds kernels for all
-    density, block_size = largest.num_anchors / largest.length, frame.config.block_size
-    costs = Costs.fit(found, block_size=block_size, anchor_density=density, update_ms=update_ms, bucket_s=bucket_s)
+    fit = Fit.of(found, block_size=frame.config.block_size)
+    costs = fit.costs(anchors_per_token=largest.num_anchors / largest.length, update_ms=update_ms, bucket_s=bucket_s)
     engine.close()
     for one in found:
-        predicted = (costs.bucket(one.length, one.num_anchors, block_size) + costs.pair_ps * one.pairs) / PS_PER_MS
-        say(f"measured  {one.length}/{one.num_anchors}: {one.ms:.2f} ms a micro step, {predicted / one.ms - 1:+.1%} as fitted")
+        error = fit.ms(one) / one.ms - 1
+        say(f"measured  {one.length}/{one.num_anchors}: {one.ms:.2f} ms a micro step, {error:+.1%} as fitted")
     del engine, step, target
     gc.collect()
     return costs

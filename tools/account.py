@@ -118,6 +118,8 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", help=f"SIZE:LENGTH:ANCHORS; left out: {' '.join(CASES)}")
     parser.add_argument("--kernels", type=int, default=0, help="also the longest kernels, so many")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA GPU")
     settings, speeds = use_deterministic_math(), rates()
     print(f"copy {speeds[0] / 1e12:.2f} TB/s, bf16 matmul {speeds[1] / 1e12:.0f} TFLOP/s")
     results = []

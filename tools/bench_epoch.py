@@ -32,7 +32,7 @@ from bench_plan import (
 )
 
 from graphcap.data import search
-from graphcap.data.costs import PS_PER_MS, PS_PER_S, Costs
+from graphcap.data.costs import PS_PER_MS, PS_PER_S, Costs, Fit
 from graphcap.data.packing import Schedule
 from graphcap.data.planner import Bucket, Shapes, plan
 from graphcap.engine import Engine
@@ -88,16 +88,20 @@ def make_step(size: str, device: torch.device) -> DrafterStep:
 
 
 def measured_costs(step: DrafterStep, largest: Bucket, times: int) -> Costs:
+    fit, update_ms = measured_fit(step, largest, times)
+    return fit.costs(anchors_per_token=largest.num_anchors / largest.length, update_ms=update_ms)
+
+
+def measured_fit(step: DrafterStep, largest: Bucket, times: int) -> tuple[Fit, float]:
+    """The fit, and the median of an update, ms."""
     engine = Engine(step, trial_buckets(largest, BLOCK_SIZE))
     engine.prepare(eager=False, say=lambda line: print(line, flush=True))
     found, update_ms = samples(engine, times=times), median_ms(engine.update, times, step.device)
     engine.close()
-    density = largest.num_anchors / largest.length
-    costs = Costs.fit(found, block_size=BLOCK_SIZE, anchor_density=density, update_ms=update_ms)
+    fit = Fit.of(found, block_size=BLOCK_SIZE)
     for one in found:
-        predicted = (costs.bucket(one.length, one.num_anchors, BLOCK_SIZE) + costs.pair_ps * one.pairs) / PS_PER_MS
-        print(f"  {one.length}/{one.num_anchors} pairs {one.pairs}: {one.ms:.3f} ms, {predicted / one.ms - 1:+.1%} as fitted")
-    return costs
+        print(f"  {one.length}/{one.num_anchors} pairs {one.pairs}: {one.ms:.3f} ms, {fit.ms(one) / one.ms - 1:+.1%} as fitted")
+    return fit, update_ms
 
 
 def ways(name: str, lengths: np.ndarray, anchors: np.ndarray, costs: Costs) -> dict[str, Shapes]:
@@ -228,7 +232,9 @@ def main() -> None:
     use_deterministic_math()
     step, results = make_step(options.size, device), []
     for name in options.sets.split(","):
-        costs = measured_costs(step, Bucket(ROW_LENGTH[name], search.round_up(ROW_LENGTH[name] // 8, UNIT)), options.times)
+        lengths, anchors = documents(name, options.documents, 0)
+        slots = search.round_up(-(-int(anchors.sum()) * ROW_LENGTH[name] // int(lengths.sum())), UNIT)
+        costs = measured_costs(step, Bucket(ROW_LENGTH[name], slots), options.times)
         print(f"{name:<10} costs {json.dumps(costs.to_json())}", flush=True)
         results.append(measure(name, step, options, costs))
     where = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"

@@ -13,34 +13,24 @@ import json
 
 import numpy as np
 import torch
-from bench_epoch import BLOCK_SIZE, SIZES, make_step, measured_costs
+from bench_epoch import SIZES, make_step, measured_fit
 
-from graphcap.data.costs import PS_PER_MS, Costs
+from graphcap.data.costs import Fit, Sample
 from graphcap.data.planner import Bucket
 from graphcap.engine import Engine
 from graphcap.engine.guard import use_deterministic_math
 from graphcap.engine.step import DrafterStep
-from graphcap.engine.timing import median_ms
+from graphcap.engine.timing import sample
 
 
-def measured_ms(step: DrafterStep, buckets: list[Bucket], document: int, times: int) -> list[float]:
-    """Median of a micro step of each bucket."""
+def measured(step: DrafterStep, buckets: list[Bucket], document: int, times: int) -> list[Sample]:
+    """Micro steps of full rows, medians."""
     engine, found = Engine(step, tuple(sorted(set(buckets), reverse=True))), []
     engine.prepare(eager=False, say=lambda line: print(line, flush=True))
     for bucket in buckets:
-        engine.fill(bucket, step.example(bucket, num_documents=bucket.length // document))
-        found.append(median_ms(lambda bucket=bucket: engine.micro_step(bucket), times, step.device))
+        found.append(sample(engine, bucket, num_documents=max(1, bucket.length // document), times=times))
     engine.close()
     return found
-
-
-def predicted_ms(costs: Costs, buckets: list[Bucket], document: int) -> list[float]:
-    rows = [
-        costs.bucket(bucket.length, bucket.num_anchors, BLOCK_SIZE)
-        + costs.attention(np.full(bucket.length // document, document))
-        for bucket in buckets
-    ]
-    return [row / PS_PER_MS for row in rows]
 
 
 def line_through(x: list[int], ms: list[float]) -> tuple[float, float, float]:
@@ -50,9 +40,9 @@ def line_through(x: list[int], ms: list[float]) -> tuple[float, float, float]:
     return float(slope), float(at_zero), float(1 - left / np.square(np.array(ms) - np.mean(ms)).sum())
 
 
-def grow(step: DrafterStep, name: str, buckets: list[Bucket], x: list[int], costs: Costs, options) -> dict:
-    ms = measured_ms(step, buckets, options.document, options.times)
-    model_ms = predicted_ms(costs, buckets, options.document)
+def grow(step: DrafterStep, name: str, buckets: list[Bucket], x: list[int], fit: Fit, options) -> dict:
+    found = measured(step, buckets, options.document, options.times)
+    ms, model_ms = [one.ms for one in found], [fit.ms(one) for one in found]
     (slope, at_zero, r2), (model_slope, *_) = line_through(x, ms), line_through(x, model_ms)
     for bucket, one, other in zip(buckets, ms, model_ms):
         print(f"  {bucket.name:<12}{one:>9.3f} ms {other:>9.3f} by the model")
@@ -75,15 +65,15 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     use_deterministic_math()
     step, parts = make_step(options.size, device), range(1, 9)
-    costs = measured_costs(step, Bucket(options.longest, options.most), options.times)
+    fit, _ = measured_fit(step, Bucket(options.longest, options.most), options.times)
     lengths = [options.longest * part // 8 for part in parts]
     slots = [options.most * part // 8 for part in parts]
     found = {
-        "tokens": grow(step, "tokens", [Bucket(n, options.most // 4) for n in lengths], lengths, costs, options),
-        "anchors": grow(step, "anchors", [Bucket(options.longest // 2, n) for n in slots], slots, costs, options),
+        "tokens": grow(step, "tokens", [Bucket(n, options.most // 4) for n in lengths], lengths, fit, options),
+        "anchors": grow(step, "anchors", [Bucket(options.longest // 2, n) for n in slots], slots, fit, options),
     }
     where = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    print(json.dumps({"gpu": where, "torch": torch.__version__, "size": options.size, "costs": costs.to_json(), **found}))
+    print(json.dumps({"gpu": where, "torch": torch.__version__, "size": options.size, "fit": vars(fit), **found}))
 
 
 if __name__ == "__main__":

@@ -311,6 +311,8 @@ def main() -> None:
     parser.add_argument("--target", action="store_true", help="--start-up with a target of Qwen3-0.6B's shape in the step")
     parser.add_argument("--checkpointing", metavar="CASE", help="measure gradient checkpointing instead")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA GPU")
     settings = use_deterministic_math()
     results = []
     if options.start_up:

@@ -11,6 +11,7 @@ standard deviations and, as the last line, one JSON document. Exit code 1 if the
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -55,6 +56,10 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--at-once", type=int, default=1, help="runs side by side")
     options = parser.parse_args()
+    if options.seeds < 2:
+        parser.error("--seeds: at least 2, for a standard deviation")
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA GPU: without one no kernel runs, and both ways are the same")
     losses = {}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.at_once) as pool:
         jobs = {
@@ -68,7 +73,10 @@ def main() -> int:
     means = {way: statistics.mean(found) for way, found in losses.items()}
     pooled = statistics.mean(statistics.variance(found) for found in losses.values()) ** 0.5
     difference = means["kernels"] - means["plain"]
-    share, deviations = difference / means["plain"], difference / pooled
+    if not all(map(math.isfinite, means.values())):
+        raise SystemExit(f"held-out losses are not finite: {losses}")
+    share = difference / means["plain"]
+    deviations = difference / pooled if pooled else (math.inf if difference else 0.0)
     print(f"means {means['kernels']:.4f} and {means['plain']:.4f}: {share:+.2%}, {deviations:+.2f} pooled standard deviations")
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     found = {"losses": losses, "difference": difference, "share": share, "pooled_deviation": pooled}

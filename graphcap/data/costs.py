@@ -3,7 +3,7 @@
 A micro step's time is linear in the tokens and draft tokens of its bucket, and in the squares of its documents' lengths:
 attention sees one document at a time, and its kernels skip the tiles between documents, but padding is computed like any
 token. Times are whole picoseconds, rounded once, so plans and schedules made from them are equal on every machine.
-Measures nothing (`fit` takes what was measured). Called by search.py, planner.py, packing.py, layout.py and shapes.py.
+Measures nothing (`Fit` takes what was measured). Called by search.py, planner.py, packing.py, layout.py and shapes.py.
 """
 
 from __future__ import annotations
@@ -110,30 +110,51 @@ class Costs:
             **{name: max(1, round(flop / _FLOP_PER_S * PS_PER_S)) for name, flop in flops.items()},
         )
 
-    @classmethod
-    def fit(
-        cls, samples: list[Sample], *, block_size: int, anchor_density: float, update_ms: float = 0.0, bucket_s: float = 0.0
-    ) -> Costs:
-        """Costs from measured micro steps. anchor_density: anchors a token; each of their draft tokens sees half a document.
 
-        Least squares, no coefficient below zero; errors count by the root of the time, so that neither the few long rows of an
-        epoch nor its many short ones decide alone. update_ms, bucket_s: measured apart.
-        """
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """What measured micro steps take, ps: a constant, and for one token, draft token, pair and draft pair (as in Sample)."""
+
+    block_size: int
+    constant: float
+    token: float
+    draft_token: float
+    pair: float
+    draft_pair: float
+
+    @classmethod
+    def of(cls, samples: list[Sample], *, block_size: int) -> Fit:
+        """Least squares, no coefficient below zero; errors count by the root of the time, so that neither the few long rows of
+        an epoch nor its many short ones decide alone."""
         assert samples and all(sample.ms > 0 for sample in samples), "micro steps that took some time"
-        length, num_anchors, pairs, draft_pairs, ms = np.array([tuple(vars(one).values()) for one in samples], np.float64).T
-        columns = np.stack([np.ones_like(ms), length, num_anchors * block_size, pairs, draft_pairs], axis=1)
-        weight = ms**-0.5
-        found = _non_negative(columns * weight[:, None], ms * weight) * PS_PER_MS
-        found[3] += found[4] * block_size * anchor_density / 2
-        found = np.rint(found).astype(np.int64).tolist()
-        return cls(
-            micro_step_ps=found[0],
-            token_ps=max(1, found[1]),
-            draft_token_ps=found[2],
-            pair_ps=found[3],
+        columns, ms = np.array([_columns(one, block_size) for one in samples]), np.array([one.ms for one in samples])
+        found = _non_negative(columns * ms[:, None] ** -0.5, ms**0.5) * PS_PER_MS
+        names = ("constant", "token", "draft_token", "pair", "draft_pair")
+        return cls(block_size=block_size, **dict(zip(names, found.tolist(), strict=True)))
+
+    def ms(self, row: Sample) -> float:
+        """Predicted time of such a row; its own is not looked at."""
+        each = (self.constant, self.token, self.draft_token, self.pair, self.draft_pair)
+        return float(np.dot(_columns(row, self.block_size), each)) / PS_PER_MS
+
+    def costs(self, *, anchors_per_token: float, update_ms: float = 0.0, bucket_s: float = 0.0) -> Costs:
+        """Costs of documents with so many anchors a token, whose draft tokens see half a document each.
+
+        update_ms, bucket_s: measured apart.
+        """
+        pair = self.pair + self.draft_pair * self.block_size * anchors_per_token / 2
+        return Costs(
+            micro_step_ps=round(self.constant),
+            token_ps=max(1, round(self.token)),
+            draft_token_ps=round(self.draft_token),
+            pair_ps=round(pair),
             update_ps=round(update_ms * PS_PER_MS),
             bucket_ps=round(bucket_s * PS_PER_S),
         )
+
+
+def _columns(row: Sample, block_size: int) -> list[float]:
+    return [1.0, row.length, row.num_anchors * block_size, row.pairs, row.draft_pairs]
 
 
 def _non_negative(columns: np.ndarray, wanted: np.ndarray) -> np.ndarray:

@@ -22,17 +22,18 @@ def samples(engine: Engine, *, times: int) -> list[Sample]:
 
     engine: prepared, over a DrafterStep.
     """
-    step, found = engine.step, []
+    return [sample(engine, bucket, num_documents=n, times=times) for bucket in engine.slots for n in NUM_DOCUMENTS]
+
+
+def sample(engine: Engine, bucket, *, num_documents: int, times: int) -> Sample:
+    """A micro step of a full row of so many documents."""
+    step = engine.step
     assert isinstance(step, DrafterStep), f"{type(step).__name__} has no rows of documents"
-    for bucket in engine.slots:
-        for num_documents in NUM_DOCUMENTS:
-            arrays = step.example(bucket, num_documents=num_documents, full=True)
-            engine.fill(bucket, arrays)
-            ms = median_ms(lambda bucket=bucket: engine.micro_step(bucket), times, step.device)
-            draft_pairs = step.block_size * int(arrays["position"][arrays["anchors"]].sum())
-            pairs = squares(arrays["position"])
-            found.append(Sample(bucket.length, bucket.num_anchors, pairs=pairs, draft_pairs=draft_pairs, ms=ms))
-    return found
+    arrays = step.example(bucket, num_documents=num_documents, full=True)
+    engine.fill(bucket, arrays)
+    ms = median_ms(lambda: engine.micro_step(bucket), times, step.device)
+    draft_pairs = step.block_size * int(arrays["position"][arrays["anchors"]].sum())
+    return Sample(bucket.length, bucket.num_anchors, squares(arrays["position"]), draft_pairs, ms)
 
 
 def squares(position_T: np.ndarray) -> int:

@@ -7,7 +7,7 @@ import contextlib
 
 import torch
 
-_switched_off = False
+_switched_off = 0  # how many ask for it
 
 
 def serve(device: torch.device) -> bool:
@@ -17,10 +17,13 @@ def serve(device: torch.device) -> bool:
 
 @contextlib.contextmanager
 def written_out():
-    """Inside, none runs and every operation is one of torch's: for references."""
+    """Inside, none runs and every operation is one of torch's: for references. In all threads of the process.
+
+    A step or target made before keeps the attention that it was made with.
+    """
     global _switched_off
-    _switched_off, before = True, _switched_off
+    _switched_off += 1
     try:
         yield
     finally:
-        _switched_off = before
+        _switched_off -= 1

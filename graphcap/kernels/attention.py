@@ -130,7 +130,7 @@ def padded(channels: int) -> int:
 def _strides(*tensors: Tensor) -> list[int]:
     """(row, head) strides of each [heads, rows, C]. Raises: ConfigError where a place in one does not fit 32 bits."""
     assert all(tensor.stride(-1) == 1 for tensor in tensors), "the last dimension must be contiguous"
-    most = max(tensor.shape[1] * tensor.stride(1) for tensor in tensors)
+    most = max(tensor.shape[dim] * tensor.stride(dim) for tensor in tensors for dim in (0, 1))
     if most >= 2**31:
         raise ConfigError(
             "row",

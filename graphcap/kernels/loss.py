@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 COLUMNS, WARPS = 4096, 4  # of a row at once
-LOWEST = tl.constexpr(-1.0e30)  # below every logit
+LOWEST = tl.constexpr(-1.0e30)  # what a column past the last counts as
 LOG2_E, LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
 
@@ -29,7 +29,7 @@ def loss_kernel(logits, label, weight, loss, correct, num_columns, row_stride, C
     of_label = tl.load(logits + target).to(tl.float32)
     share = tl.load(weight + row)
     lane = tl.arange(0, COLUMNS)
-    most, beaten = of_label, tl.zeros([], tl.int32)
+    most, beaten = tl.maximum(of_label, LOWEST), tl.zeros([], tl.int32)
     total_C = tl.zeros([COLUMNS], tl.float32)
     for start in tl.range(0, num_columns, COLUMNS):
         column = start + lane
@@ -61,7 +61,7 @@ def loss_kernel(logits, label, weight, loss, correct, num_columns, row_stride, C
 def chunk_loss_(logits_MV: Tensor, label_M: Tensor, weight_M: Tensor, loss_M: Tensor, correct_M: Tensor) -> None:
     """Fill loss_M (float32 [M], weighted) and correct_M (bool [M]); logits_MV [M, V] become their own gradient.
 
-    label_M: int64 [M]. weight_M: float32 [M]. Capture: safe.
+    label_M: int64 [M]. weight_M: float32 [M], none negative. Logits beyond ±1e30 are not told apart. Capture: safe.
     """
     num_rows, num_columns = logits_MV.shape
     assert logits_MV.stride(1) == 1 and all(x.is_contiguous() for x in (label_M, weight_M, loss_M, correct_M))

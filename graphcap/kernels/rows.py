@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from graphcap.kernels import sums
 
@@ -78,7 +79,7 @@ def rotate_kernel(
     place, known_R = tl.arange(0, HALF), number_R < num_rows
     token_R, head_R = number_R // HEADS, number_R % HEADS
     known = known_R[:, None] & (place < C // 2)[None, :]
-    at = (token_R.to(tl.int64) * x_row + head_R * x_head)[:, None] + place[None, :]
+    at = (token_R.to(tl.int64) * x_row + head_R.to(tl.int64) * x_head)[:, None] + place[None, :]
     left = tl.load(x + at, mask=known, other=0.0).to(tl.float32)
     right = tl.load(x + at + C // 2, mask=known, other=0.0).to(tl.float32)
     if NORM:
@@ -90,7 +91,7 @@ def rotate_kernel(
     angle = token_R.to(tl.int64)[:, None] * C + place[None, :]
     cosine = tl.load(cos + angle, mask=known, other=0.0).to(tl.float32)
     sine = tl.load(sin + angle, mask=known, other=0.0).to(tl.float32)
-    at = (token_R.to(tl.int64) * out_row + head_R * out_head)[:, None] + place[None, :]
+    at = (token_R.to(tl.int64) * out_row + head_R.to(tl.int64) * out_head)[:, None] + place[None, :]
     tl.store(out + at, (left * cosine - right * sine).to(out.dtype.element_ty), mask=known)
     tl.store(out + at + C // 2, (right * cosine + left * sine).to(out.dtype.element_ty), mask=known)
 
@@ -111,7 +112,7 @@ def rotate_backward_kernel(
         number_R = first + tl.arange(0, ROWS)
         token_R, head_R = number_R // HEADS, number_R % HEADS
         known = (number_R < num_rows)[:, None] & inside[None, :]
-        at = (token_R.to(tl.int64) * x_row + head_R * x_head)[:, None] + place[None, :]
+        at = (token_R.to(tl.int64) * x_row + head_R.to(tl.int64) * x_head)[:, None] + place[None, :]
         left = tl.load(x + at, mask=known, other=0.0).to(tl.float32)
         right = tl.load(x + at + C // 2, mask=known, other=0.0).to(tl.float32)
         scale = tl.rsqrt((tl.sum(left * left, 1) + tl.sum(right * right, 1)) / C + eps)[:, None]
@@ -120,7 +121,7 @@ def rotate_backward_kernel(
         angle = token_R.to(tl.int64)[:, None] * C + place[None, :]
         cosine = tl.load(cos + angle, mask=known, other=0.0).to(tl.float32)
         sine = tl.load(sin + angle, mask=known, other=0.0).to(tl.float32)
-        at = (token_R.to(tl.int64) * dout_row + head_R * dout_head)[:, None] + place[None, :]
+        at = (token_R.to(tl.int64) * dout_row + head_R.to(tl.int64) * dout_head)[:, None] + place[None, :]
         dleft_out = tl.load(dout + at, mask=known, other=0.0).to(tl.float32)
         dright_out = tl.load(dout + at + C // 2, mask=known, other=0.0).to(tl.float32)
         dleft = dleft_out * cosine + dright_out * sine
@@ -130,7 +131,7 @@ def rotate_backward_kernel(
         dleft *= of_left[None, :]
         dright *= of_right[None, :]
         along = ((tl.sum(dleft * left, 1) + tl.sum(dright * right, 1)) / C)[:, None]
-        at = (token_R.to(tl.int64) * dx_row + head_R * dx_head)[:, None] + place[None, :]
+        at = (token_R.to(tl.int64) * dx_row + head_R.to(tl.int64) * dx_head)[:, None] + place[None, :]
         tl.store(dx + at, (scale * (dleft - left * along)).to(dx.dtype.element_ty), mask=known)
         tl.store(dx + at + C // 2, (scale * (dright - right * along)).to(dx.dtype.element_ty), mask=known)
     tl.store(dweight + program * C + place, dleft_sum, mask=inside)
@@ -177,8 +178,11 @@ class _Norm(torch.autograd.Function):
         return total, out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dtotal, dout):
         total, weight = ctx.saved_tensors
+        if dout is None:  # the norm itself is not used
+            return dtotal, dtotal if ctx.has_other else None, None, None
         width = total.shape[-1]
         num_rows, dx, dout = total.numel() // width, torch.empty_like(total), dout.contiguous()
         pad = triton.next_power_of_2(width)
@@ -204,6 +208,7 @@ class _NormRotate(torch.autograd.Function):
         return _rotated(x, weight, cos, sin, eps)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dout):
         x, weight, cos, sin = ctx.saved_tensors
         heads, tokens, channels = x.shape
@@ -222,6 +227,7 @@ class _HeadsRotated(torch.autograd.Function):
         return _rotated(q, q_weight, cos, sin, eps), _rotated(k, k_weight, cos, sin, eps), v
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dq, dk, dv):
         joined, q_weight, k_weight, *table = ctx.saved_tensors
         djoined, channels = torch.empty_like(joined), q_weight.numel()
@@ -279,6 +285,7 @@ class _Gate(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dout):
         (gate_up,) = ctx.saved_tensors
         dgate_up, dout = torch.empty_like(gate_up), dout.contiguous()
@@ -288,12 +295,17 @@ class _Gate(torch.autograd.Function):
         return dgate_up
 
 
+def _check_dense(*tensors: Tensor) -> None:
+    assert all(tensor.is_contiguous() for tensor in tensors), [tensor.stride() for tensor in tensors]
+
+
 def norm(x: Tensor, other: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(x + other, that / rms(that) · weight) over the last dimension; without other, x itself comes first.
 
     x, other: contiguous. Differentiable in all three; the gradient that comes in by the first output is added in the same pass.
     Capture: safe.
     """
+    _check_dense(x, weight, *([] if other is None else [other]))
     return _Norm.apply(x, other, weight, eps)
 
 
@@ -302,7 +314,9 @@ def norm_rotate(x_HSC: Tensor, weight_C: Tensor | None, table: tuple[Tensor, Ten
 
     table: cos and sin [S, C], contiguous. Capture: safe.
     """
-    assert weight_C is not None or not x_HSC.requires_grad
+    assert weight_C is not None or not x_HSC.requires_grad, "without a norm there is no gradient"
+    assert x_HSC.stride(2) == 1, "the last dimension must be contiguous"
+    _check_dense(*table)
     return _NormRotate.apply(x_HSC, weight_C, *table, eps)
 
 
@@ -313,9 +327,13 @@ def heads_rotated(
 
     Capture: safe.
     """
+    assert joined_SR.stride(1) == 1, "the last dimension must be contiguous"
+    _check_dense(*table)
     return _HeadsRotated.apply(joined_SR, q_weight_C, k_weight_C, *table, eps, key_heads)
 
 
 def gate(gate_up: Tensor) -> Tensor:
     """silu of the first half times the second half of the last dimension; contiguous. Capture: safe."""
+    _check_dense(gate_up)
+    assert gate_up.shape[-1] % 2 == 0, gate_up.shape
     return _Gate.apply(gate_up)

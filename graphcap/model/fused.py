@@ -109,6 +109,7 @@ class _Linear(torch.autograd.Function):
 
 def _joined(weights: tuple[Tensor, ...]) -> Tensor:
     """All of them under each other: the memory they stand in where they stand there so, as in flat state, else a copy."""
+    assert all(one.is_contiguous() for one in weights), [one.stride() for one in weights]
     first, rows = weights[0], sum(one.shape[0] for one in weights)
     ends = [one.data_ptr() + one.nbytes for one in weights]
     one_memory = len({one.untyped_storage().data_ptr() for one in weights}) == 1

@@ -1,25 +1,30 @@
 """The layers of a target over one row, without transformers' many small kernels: the drafter's own functions between matmuls.
 
-Only for models of a form that we know, and only after a comparison with transformers' own forward on a short row. Matmuls that
-share their input become one: their weights are laid under each other, once, in the memory that the model then uses too.
+Only for models of a form that we know, and only after each layer has been compared with transformers' own. Matmuls that share
+their input become one: their weights are laid under each other, once, in the memory that the model then uses too.
 
-Calls: model/target.py. Source of the layers: transformers 5, models/llama, qwen2, qwen3, mistral.
+Called by model/target.py. Source of the layers: transformers 5, models/llama, mistral, qwen2, qwen3.
 """
+
+import copy
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from graphcap.model.attention import TILE
 from graphcap.model.fused import after_norm, gate, linear, normed_rotated
 
 KNOWN = ("llama", "mistral", "qwen2", "qwen3")  # model types
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-ATTENTION = ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"})
+PROJECTIONS, NORMS = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"q_norm", "k_norm"}
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # matmuls of one input
+TOLERANCE = 1e-3  # of what a layer adds, in float32
 
 
 def is_known(decoder: nn.Module) -> bool:
-    """Whether every layer has the modules of a plain pre-norm decoder, and no other."""
+    """Whether every layer has the modules of a plain pre-norm decoder, none other, and no hook that would not run."""
     if decoder.config.model_type not in KNOWN:
         return False
     rotated = 2 * decoder.rotary_emb.inv_freq.numel()
@@ -29,14 +34,23 @@ def is_known(decoder: nn.Module) -> bool:
 def _is_plain(layer: nn.Module) -> bool:
     if set(dict(layer.named_children())) != LAYER:
         return False
-    attention, mlp = set(dict(layer.self_attn.named_children())), set(dict(layer.mlp.named_children()))
-    silu = mlp == MLP and isinstance(layer.mlp.act_fn, nn.SiLU | _silu_of_transformers())
-    linears = all(type(one) is nn.Linear for part in (layer.self_attn, layer.mlp) for one in part.children() if _is_matmul(one))
-    return attention in ATTENTION and silu and linears
+    attention, mlp = dict(layer.self_attn.named_children()), dict(layer.mlp.named_children())
+    if set(attention) not in (PROJECTIONS, PROJECTIONS | NORMS) or set(mlp) != MLP:
+        return False
+    parts = attention | mlp
+    linears = [module for name, module in parts.items() if name in PROJECTIONS | MLP - {"act_fn"}]
+    return (
+        isinstance(mlp["act_fn"], nn.SiLU | _silu_of_transformers())
+        and all(type(one) is nn.Linear and not one.weight.is_inference() for one in linears)
+        and all(len({parts[name].bias is None for name in names}) == 1 for names in TOGETHER)
+        and not any(_hooks(module) for module in layer.modules())
+    )
 
 
-def _is_matmul(module: nn.Module) -> bool:
-    return getattr(module, "weight", None) is not None and module.weight.dim() == 2
+def _hooks(module: nn.Module) -> list:
+    """Of others: our taps write only what transformers' layers are asked for."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return [hook for hook in hooks if not getattr(hook, "is_tap", False)]
 
 
 def _silu_of_transformers() -> type:
@@ -45,8 +59,24 @@ def _silu_of_transformers() -> type:
     return type(ACT2FN["silu"])
 
 
+@torch.no_grad()
+def adds_the_same(layer: nn.Module, rotary: nn.Module, attend, position_T: Tensor) -> bool:
+    """Whether a layer, in float32, adds to random states what transformers' own forward of it adds. position_T: [TILE].
+
+    attend: of a row with these positions.
+    """
+    exact, generator = copy.deepcopy(layer).float(), torch.Generator(position_T.device).manual_seed(0)
+    shape = TILE, layer.self_attn.q_proj.in_features
+    x_TD = torch.randn(shape, generator=generator, device=position_T.device)
+    table = rotary(x_TD, position_T[None])
+    theirs = exact(x_TD[None], position_embeddings=table, attention_mask=None, use_cache=False, attend=attend)
+    theirs_TD = (theirs[0] if isinstance(theirs, tuple) else theirs).view(shape) - x_TD
+    attended_TD, added_TD = _layer(exact, x_TD, None, _row_table(table), attend)
+    return bool((attended_TD + added_TD - x_TD - theirs_TD).norm() <= TOLERANCE * theirs_TD.norm())
+
+
 class LeanLayers:
-    """Embedding and layers of a decoder; every tensor is the decoder's own."""
+    """Embedding and layers of a decoder; every tensor is the decoder's own. Hooks on its layers do not run."""
 
     def __init__(self, decoder: nn.Module, num_layers: int) -> None:
         """decoder: `is_known`. Its weights move: q, k and v under each other, gate and up too; no more memory than one layer's.
@@ -56,8 +86,8 @@ class LeanLayers:
         self.embedding, self.rotary = decoder.embed_tokens, decoder.rotary_emb
         self.layers = [decoder.layers[number] for number in range(num_layers)]
         for layer in self.layers:
-            _lay_together(layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
-            _lay_together(layer.mlp.gate_proj, layer.mlp.up_proj)
+            for part, names in zip((layer.self_attn, layer.mlp), TOGETHER):
+                _lay_together([getattr(part, name) for name in names])
 
     @torch.no_grad()
     def features(self, token_ids_T: Tensor, position_T: Tensor, attend, taps: dict[int, Tensor]) -> None:
@@ -66,14 +96,23 @@ class LeanLayers:
         attend(layer, q_HTC, k_GTC, v_GTC, scale, window) -> [H, T, C], as in model/target.py.
         """
         x_TD, added_TD = self.embedding(token_ids_T), None
-        table = tuple(part[0].contiguous() for part in self.rotary(x_TD, position_T[None]))
+        table = _row_table(self.rotary(x_TD, position_T[None]))
         for number, layer in enumerate(self.layers):
-            x_TD, normed_TD = _after(layer.input_layernorm, x_TD, added_TD)
-            attended_TD = _attention(layer.self_attn, normed_TD, table, attend)
-            x_TD, normed_TD = _after(layer.post_attention_layernorm, x_TD, attended_TD)
-            added_TD = _mlp(layer.mlp, normed_TD)
+            x_TD, added_TD = _layer(layer, x_TD, added_TD, table, attend)
             if number in taps:
                 torch.add(x_TD, added_TD, out=taps[number])
+
+
+def _row_table(table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return tuple(part[0].contiguous() for part in table)
+
+
+def _layer(layer: nn.Module, x_TD: Tensor, added_TD: Tensor | None, table, attend) -> tuple[Tensor, Tensor]:
+    """The residual stream x + added after attention, and what the MLP adds to it: the next norm makes their sum."""
+    x_TD, normed_TD = _after(layer.input_layernorm, x_TD, added_TD)
+    attended_TD = _attention(layer.self_attn, normed_TD, table, attend)
+    x_TD, normed_TD = _after(layer.post_attention_layernorm, x_TD, attended_TD)
+    return x_TD, _mlp(layer.mlp, normed_TD)
 
 
 def _after(norm: nn.Module, x_TD: Tensor, added_TD: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -89,9 +128,15 @@ def _attention(module: nn.Module, x_TD: Tensor, table: tuple[Tensor, Tensor], at
         normed_rotated(part, table, *((norm.weight, norm.variance_epsilon) if norm is not None else (None, 0.0)))
         for part, norm in zip((q_HTC, k_GTC), norms)
     )
-    window = getattr(module, "sliding_window", getattr(module.config, "sliding_window", None))
-    out_HTC = attend(module.layer_idx, q_HTC, k_GTC, v_GTC, module.scaling, window)
+    out_HTC = attend(module.layer_idx, q_HTC, k_GTC, v_GTC, module.scaling, _window(module))
     return _matmul(rearrange(out_HTC, "h t c -> t (h c)"), module.o_proj)
+
+
+def _window(module: nn.Module) -> int | None:
+    """Mistral's attention asks its config, the others have an attribute or know no window, whatever their config says."""
+    if module.config.model_type == "mistral":
+        return getattr(module.config, "sliding_window", None)
+    return getattr(module, "sliding_window", None)
 
 
 def _mlp(module: nn.Module, x_TD: Tensor) -> Tensor:
@@ -105,8 +150,11 @@ def _matmul(x_TD: Tensor, *linears: nn.Linear) -> Tensor:
     return out + torch.cat([one.bias for one in linears])
 
 
-def _lay_together(*linears: nn.Linear) -> None:
-    """Let the weights stand under each other in one tensor. The values stay."""
+def _lay_together(linears: list[nn.Linear]) -> None:
+    """Let the weights stand under each other in one tensor, unless they do. The values stay."""
+    ends = [one.weight.data_ptr() + one.weight.nbytes for one in linears]
+    if ends[:-1] == [one.weight.data_ptr() for one in linears[1:]]:
+        return
     together = torch.cat([one.weight.detach() for one in linears])
     for one, part in zip(linears, together.split([one.out_features for one in linears])):
         one.weight.data = part

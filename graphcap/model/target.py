@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from graphcap.errors import ConfigError
 from graphcap.model.attention import TILE, attention_for
 from graphcap.model.blocks import row_visibility
-from graphcap.model.lean import LeanLayers, is_known
+from graphcap.model.lean import LeanLayers, adds_the_same, is_known
 
 ATTENTION = "graphcap"
 REFUSED = {"softcap": "attention scores", "final_logit_softcapping": "logits", "attn_logit_softcapping": "attention scores"}
@@ -133,13 +133,18 @@ class Target:
         self.attention = attention_for(self.head_VD.device)
         self._sink_SF: Tensor | None = None
         self._lean: LeanLayers | None = None
+        known = is_known(decoder)
         for place, layer_id in enumerate(self.target_layer_ids):
             decoder.layers[layer_id].register_forward_hook(self._tap(place))
         self._body = _first_layers(decoder, self.target_layer_ids[-1] + 1)
         self._check_head()
-        if is_known(decoder):
-            lean = LeanLayers(decoder, self.target_layer_ids[-1] + 1)
-            self._lean = lean if self._agrees(lean) else None
+        if known:
+            self._lean = self._checked_lean(decoder)
+
+    @property
+    def is_lean(self) -> bool:
+        """Whether rows run through model/lean.py, not through transformers' layers; hooks on layers then do not run."""
+        return self._lean is not None
 
     @property
     def num_features(self) -> int:
@@ -223,16 +228,20 @@ class Target:
             )
 
     @torch.no_grad()
-    def _agrees(self, lean: LeanLayers) -> bool:
-        """Whether two short documents in a row get the features that transformers' forward gives them, but for rounding."""
-        device, dtype = self.head_VD.device, self.head_VD.dtype
+    def _checked_lean(self, decoder: nn.Module) -> LeanLayers | None:
+        """Lean layers if on two short documents each does what transformers' does, and all together in the target's dtype."""
+        device, dtype, num_layers = self.head_VD.device, self.head_VD.dtype, self.target_layer_ids[-1] + 1
         position = torch.cat((torch.arange(77, device=device), torch.arange(TILE - 77, device=device)))
+        attend = RowAttention(position, self.attention)
+        if not all(adds_the_same(layer, decoder.rotary_emb, attend, position) for layer in decoder.layers[:num_layers]):
+            return None
+        lean = LeanLayers(decoder, num_layers)
         token_ids = torch.arange(TILE, device=device) * 131 % self.head_VD.shape[0]
         ours, theirs = (self.head_VD.new_empty(TILE, self.num_features) for _ in range(2))
         self._run(token_ids, position, theirs)
         self._run_lean(lean, token_ids, position, ours)
-        difference = (ours.float() - theirs.float()).norm() / theirs.float().norm()
-        return difference.item() <= (1e-4 if dtype == torch.float32 else 0.05)
+        difference = (ours.double() - theirs.double()).norm() / theirs.double().norm()
+        return lean if difference <= (0.05 if dtype.itemsize < 4 else 1e-4) else None  # rounding adds up over layers
 
     def _part(self, place: int) -> slice:
         return slice(place * self.hidden_size, (place + 1) * self.hidden_size)
@@ -244,6 +253,7 @@ class Target:
             if self._sink_SF is not None:
                 self._sink_SF[:, part] = (output[0] if isinstance(output, tuple) else output)[0]
 
+        write.is_tap = True
         return write
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from graphcap.data.costs import ASSUMED, PS_PER_MS, Costs, Sample, Sizes
+from graphcap.data.costs import ASSUMED, PS_PER_MS, Costs, Fit, Sample, Sizes
 
 DENSITY = 2 / 16  # a draft token's pairs then weigh half of a token's
 
@@ -27,6 +27,10 @@ def made(draw: np.random.Generator, *, zero: str = "") -> tuple[Costs, list]:
     return costs, samples
 
 
+def fitted(samples: list[Sample], **measured) -> Costs:
+    return Fit.of(samples, block_size=16).costs(anchors_per_token=DENSITY, **measured)
+
+
 def distance(one: Costs, other: Costs) -> float:
     """Largest relative difference of the four coefficients."""
     names = ("micro_step_ps", "token_ps", "draft_token_ps", "pair_ps")
@@ -37,11 +41,13 @@ def distance(one: Costs, other: Costs) -> float:
 def test_a_fit_finds_the_costs_that_made_the_samples(zero):
     seed = secrets.randbits(32)
     costs, samples = made(np.random.default_rng(seed), zero=zero)
-    found = Costs.fit(samples, block_size=16, anchor_density=DENSITY, update_ms=5.0)
+    found = fitted(samples, update_ms=5.0)
+    fit = Fit.of(samples, block_size=16)
+    assert all(abs(fit.ms(one) / one.ms - 1) < 1e-6 for one in samples), f"seed {seed}"
     assert distance(found, costs) < 1e-3 and found.update_ps == costs.update_ps, f"seed {seed}: {found} for {costs}"
     # Must fail: the same times for other buckets.
     twin = [replace(sample, length=sample.length + 1024) for sample in samples]
-    assert distance(Costs.fit(twin, block_size=16, anchor_density=DENSITY), costs) > 1e-3, f"seed {seed}"
+    assert distance(fitted(twin), costs) > 1e-3, f"seed {seed}"
 
 
 def test_a_fit_of_noisy_times_predicts_them_and_is_never_negative():
@@ -49,7 +55,7 @@ def test_a_fit_of_noisy_times_predicts_them_and_is_never_negative():
     draw = np.random.default_rng(seed)
     costs, samples = made(draw, zero="pair_ps")
     noisy = [replace(sample, ms=sample.ms * draw.uniform(0.97, 1.03)) for sample in samples]
-    found = Costs.fit(noisy, block_size=16, anchor_density=DENSITY)
+    found = fitted(noisy)
     assert min(found.to_json().values()) >= 0, f"seed {seed}"
     for one in samples:
         predicted = (found.bucket(one.length, one.num_anchors, 16) + found.pair_ps * one.pairs) / PS_PER_MS

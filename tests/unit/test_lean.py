@@ -69,3 +69,35 @@ def test_a_decoder_that_only_looks_plain_runs_through_transformers():
     model = tiny_model("llama", 3)
     model.get_decoder().layers[2].mlp.act_fn = torch.nn.GELU()
     assert Target(model, (0, 2))._lean is None
+    model = tiny_model("llama", 3, attention_bias=True)
+    model.get_decoder().layers[0].self_attn.k_proj.bias = None
+    assert not Target(model, (0, 2)).is_lean
+
+
+def test_a_norm_that_is_one_percent_off_in_one_layer_is_noticed_in_16_bits_too():
+    model = tiny_model("llama", 3).bfloat16()
+    assert Target(copy.deepcopy(model), (0, 2)).is_lean
+    norm = model.get_decoder().layers[1].post_attention_layernorm
+    norm.forward = lambda x, plain=type(norm).forward: plain(norm, x) * 1.01
+    assert not Target(model, (0, 2)).is_lean
+
+
+def test_hooks_of_others_run_and_a_second_target_on_a_model_moves_no_weight():
+    model, ran = tiny_model("qwen3", 4), []
+    first = Target(model, (0, 2))
+    place = model.get_decoder().layers[0].self_attn.q_proj.weight.data_ptr()
+    second = Target(model, (0, 2))
+    assert first.is_lean and second.is_lean and place == model.get_decoder().layers[0].self_attn.q_proj.weight.data_ptr()
+    model.get_decoder().layers[1].register_forward_hook(lambda *_: ran.append(1))
+    target = Target(model, (0, 2))
+    ran.clear()
+    target.features(torch.arange(8), torch.arange(8), torch.empty(8, 2 * HIDDEN))
+    assert not target.is_lean and ran
+
+
+def test_a_window_that_llamas_config_names_is_none_of_llamas_attention():
+    model = tiny_model("llama", 5)
+    model.config.sliding_window = 8
+    token_ids, position = torch.randint(0, VOCAB, (40,), dtype=torch.int32), torch.arange(40, dtype=torch.int32)
+    ours = features(model, token_ids, position)
+    assert relative(ours - features(model, token_ids, position, by_transformers=True), ours) < 1e-5
