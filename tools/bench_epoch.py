@@ -5,9 +5,9 @@
 
 Costs are measured first, on a few micro steps of one bucket and its halves; plans are made with them, capture left out (a
 bucket costs nothing), so that replay time alone is compared. Sets and ways are those of tools/bench_plan.py, and two more:
-`single`, one document a row with as many lengths as `singles`, whose lengths are powers of two. `padded` is predicted only:
-nearly each of its batches would be a graph of its own. All rows are made before the clock starts. Prints a table, and one
-JSON document last.
+`single`, one document a row with as many lengths as `singles`, whose lengths are powers of two. Of `padded` nearly each batch
+would be a graph of its own, so a few over all lengths are timed, and its predicted epoch is scaled by what they took beside
+their own prediction. All rows are made before the clock starts. Prints a table, and one JSON document last.
 """
 
 import argparse
