@@ -4,8 +4,8 @@
     python tools/kernel_targets.py --capability 9.0
 
 The launches are recorded from the functions that training calls, at the sizes of tools/bench_step.py and at head sizes 64, 128
-and 256, with the tiles that each chip would use. A kernel that asks for more shared memory than the chip has ends with exit
-code 1. The last line is one JSON document.
+and 256, in bfloat16 and float32, with the tiles that each chip would use. A kernel that asks for more shared memory than the
+chip has ends with exit code 1. The last line is one JSON document.
 """
 
 import argparse
@@ -43,21 +43,22 @@ def recorded(chip: tuple[int, int]) -> list[tuple]:
     JITFunction.run = lambda self, *arguments, grid, warmup, **keywords: launches.append((self, arguments, keywords))
     options.capability = lambda device: chip
     try:
-        for heads, key_heads, head_dim in HEADS.values():
-            for count in (0, 132):  # gradients of keys all heads at once, and head by head
-                options.num_processors = lambda device, count=count: count
-                attend(heads, key_heads, head_dim)
-        for hidden, width in WIDTHS.values():
-            pass_between(hidden, width)
+        for dtype in (torch.bfloat16, torch.float32):
+            for heads, key_heads, head_dim in HEADS.values():
+                for count in (0, 132):  # gradients of keys all heads at once, and head by head
+                    options.num_processors = lambda device, count=count: count
+                    attend(heads, key_heads, head_dim, dtype)
+            for hidden, width in WIDTHS.values():
+                pass_between(hidden, width, dtype)
         learn()
     finally:
         JITFunction.run, options.capability, options.num_processors = run, capability, processors
     return launches
 
 
-def attend(heads: int, key_heads: int, head_dim: int) -> None:
+def attend(heads: int, key_heads: int, head_dim: int, dtype: torch.dtype) -> None:
     def states(heads: int, rows: int) -> torch.Tensor:
-        return torch.zeros(heads, rows, head_dim, dtype=torch.bfloat16, requires_grad=True)
+        return torch.zeros(heads, rows, head_dim, dtype=dtype, requires_grad=True)
 
     draft = NUM_ANCHORS * BLOCK_SIZE
     edges = torch.zeros(NUM_ANCHORS, dtype=torch.int64)
@@ -65,18 +66,17 @@ def attend(heads: int, key_heads: int, head_dim: int) -> None:
     blocks = states(key_heads, draft), states(key_heads, draft)
     out = attention.interval_attention(q, context, blocks, edges, edges, group=BLOCK_SIZE, scale=head_dim**-0.5)
     out.sum().backward()
-    table = tuple(torch.zeros(draft, head_dim, dtype=torch.bfloat16) for _ in range(2))
-    rows.norm_rotate(q, torch.ones(head_dim, dtype=torch.bfloat16, requires_grad=True), table, 1e-6).sum().backward()
+    table = tuple(torch.zeros(draft, head_dim, dtype=dtype) for _ in range(2))
+    rows.norm_rotate(q, torch.ones(head_dim, dtype=dtype, requires_grad=True), table, 1e-6).sum().backward()
+    rows.norm_rotate(q.detach(), None, table, 0.0)  # a target's heads without a norm
     row = torch.zeros(LENGTH, dtype=torch.int64)
     attention.interval_attention(states(heads, LENGTH), context, None, row, row, group=1, scale=head_dim**-0.5)
 
 
-def pass_between(hidden: int, width: int) -> None:
-    x, other, gate_up = (
-        torch.zeros(64, size, dtype=torch.bfloat16, requires_grad=True) for size in (hidden, hidden, 2 * width)
-    )
-    total, out = rows.norm(x, other, torch.ones(hidden, dtype=torch.bfloat16, requires_grad=True), 1e-6)
-    (total.sum() + out.sum() + rows.norm(x, None, torch.ones(hidden, dtype=torch.bfloat16), 1e-6)[1].sum()).backward()
+def pass_between(hidden: int, width: int, dtype: torch.dtype) -> None:
+    x, other, gate_up = (torch.zeros(64, size, dtype=dtype, requires_grad=True) for size in (hidden, hidden, 2 * width))
+    total, out = rows.norm(x, other, torch.ones(hidden, dtype=dtype, requires_grad=True), 1e-6)
+    (total.sum() + out.sum() + rows.norm(x, None, torch.ones(hidden, dtype=dtype), 1e-6)[1].sum()).backward()
     rows.gate(gate_up).sum().backward()
 
 

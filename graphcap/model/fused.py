@@ -3,6 +3,8 @@
 And matmuls that share their input, as one. Called by model/drafter.py and model/lean.py.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -111,8 +113,13 @@ def _joined(weights: tuple[Tensor, ...]) -> Tensor:
     """All of them under each other: the memory they stand in where they stand there so, as in flat state, else a copy."""
     assert all(one.is_contiguous() for one in weights), [one.stride() for one in weights]
     first, rows = weights[0], sum(one.shape[0] for one in weights)
-    ends = [one.data_ptr() + one.nbytes for one in weights]
-    one_memory = len({one.untyped_storage().data_ptr() for one in weights}) == 1
-    if one_memory and ends[:-1] == [one.data_ptr() for one in weights[1:]]:
+    if stand_together(weights):
         return torch.as_strided(first.detach(), (rows, first.shape[1]), (first.shape[1], 1), first.storage_offset())
     return torch.cat([one.detach() for one in weights])
+
+
+def stand_together(weights: Sequence[Tensor]) -> bool:
+    """Whether contiguous tensors stand one behind the other in one memory."""
+    one_memory = len({one.untyped_storage().data_ptr() for one in weights}) == 1
+    ends = [one.data_ptr() + one.nbytes for one in weights]
+    return one_memory and ends[:-1] == [one.data_ptr() for one in weights[1:]]

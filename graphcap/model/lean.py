@@ -13,7 +13,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from graphcap.model.attention import TILE
-from graphcap.model.fused import after_norm, gate, linear, normed_rotated
+from graphcap.model.fused import after_norm, gate, linear, normed_rotated, stand_together
 
 KNOWN = ("llama", "mistral", "qwen2", "qwen3")  # model types
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -152,8 +152,7 @@ def _matmul(x_TD: Tensor, *linears: nn.Linear) -> Tensor:
 
 def _lay_together(linears: list[nn.Linear]) -> None:
     """Let the weights stand under each other in one tensor, unless they do. The values stay."""
-    ends = [one.weight.data_ptr() + one.weight.nbytes for one in linears]
-    if ends[:-1] == [one.weight.data_ptr() for one in linears[1:]]:
+    if stand_together([one.weight for one in linears]):
         return
     together = torch.cat([one.weight.detach() for one in linears])
     for one, part in zip(linears, together.split([one.out_features for one in linears])):
