@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from graphcap.kernels import attention, loss, options, rows, update
+from graphcap.kernels import attention, loss, options, rows, update, walks
 
 SHARED_BYTES = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}  # KB a block
 WIDTHS = {"smol": (576, 1536), "q0.6b": (1024, 3072), "q8b": (4096, 12288)}  # hidden, MLP
@@ -32,6 +32,7 @@ TYPES = {
     "torch.float32": "*fp32",
     "torch.float64": "*fp64",
     "torch.int64": "*i64",
+    "torch.int32": "*i32",
     "torch.int8": "*i8",
 }
 
@@ -64,13 +65,16 @@ def attend(heads: int, key_heads: int, head_dim: int, dtype: torch.dtype) -> Non
     edges = torch.zeros(NUM_ANCHORS, dtype=torch.int64)
     q, context = states(heads, draft), (states(key_heads, LENGTH), states(key_heads, LENGTH))
     blocks = states(key_heads, draft), states(key_heads, draft)
-    out = attention.interval_attention(q, context, blocks, edges, edges, group=BLOCK_SIZE, scale=head_dim**-0.5)
+    seen = walks.Walks(edges, edges, group=BLOCK_SIZE, num_queries=draft, num_keys=LENGTH)
+    out = attention.interval_attention(q, context, blocks, seen, head_dim**-0.5)
     out.sum().backward()
     table = tuple(torch.zeros(draft, head_dim, dtype=dtype) for _ in range(2))
     rows.norm_rotate(q, torch.ones(head_dim, dtype=dtype, requires_grad=True), table, 1e-6).sum().backward()
     rows.norm_rotate(q.detach(), None, table, 0.0)  # a target's heads without a norm
     row = torch.zeros(LENGTH, dtype=torch.int64)
-    attention.interval_attention(states(heads, LENGTH), context, None, row, row, group=1, scale=head_dim**-0.5)
+    seen = walks.Walks(row, row, group=1, num_queries=LENGTH, num_keys=LENGTH)
+    with torch.no_grad():
+        attention.interval_attention(states(heads, LENGTH), context, None, seen, head_dim**-0.5)
 
 
 def pass_between(hidden: int, width: int, dtype: torch.dtype) -> None:

@@ -36,7 +36,7 @@ def audit_attention(layer: Layer, blocks: Blocks, table_Q, context, attend, *, b
     generator = torch.Generator(device).manual_seed(1)
     incoming_MD = torch.randn(token_M.numel(), x.shape[1], generator=generator, device=device)
 
-    out = layer(x, table_Q, (k, v), attend)
+    out = torch.add(*layer(x, None, table_Q, (k, v), attend))
     gradient = torch.zeros_like(out).index_copy_(0, token_M, incoming_MD.to(out.dtype))
     dx, dk, dv = torch.autograd.grad(out, (x, k, v), gradient)
 
@@ -93,7 +93,7 @@ def _reference(layer: Layer, x_QD, table_Q, context, visibility: Visibility, sam
         mask = DenseAttention().mask(few, len(x))
         table_M = tuple(part[token_M].float() for part in table_Q)
         with written_out():  # no kernel checks itself
-            out = exact(x, table_M, (k, v), lambda q, *keys, mask=mask: _dense(q, *keys, mask, scale))
+            out = torch.add(*exact(x, None, table_M, (k, v), lambda q, *keys, mask=mask: _dense(q, *keys, mask, scale)))
         dx, part_k, part_v = torch.autograd.grad(out, (x, k, v), incoming)
         outputs.append(out.detach())
         gradients.append(dx)

@@ -1,4 +1,4 @@
-"""Attention over intervals as an operator of torch with a gradient: tiles chosen, kernels launched (kernels/intervals.py).
+"""Attention over intervals as a function of torch with a gradient: tiles chosen, kernels launched (kernels/intervals.py).
 
 Called by model/attention.py on CUDA. Needs triton, which torch's CUDA builds bring along.
 """
@@ -8,65 +8,63 @@ import math
 import torch
 import triton
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from graphcap.errors import ConfigError
 from graphcap.kernels import options, sums
 from graphcap.kernels.intervals import dkv_kernel, dq_kernel, forward_kernel
 from graphcap.kernels.options import Tiles
+from graphcap.kernels.walks import Walks
 
 LOG2_E = math.log2(math.e)
 LEAST = 16  # what a matrix unit multiplies at least
 
 
-@torch.library.custom_op("graphcap::attention", mutates_args=())
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    draft_k: Tensor | None,
-    draft_v: Tensor | None,
-    low: Tensor,
-    high: Tensor,
-    group: int,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, draft_k, draft_v, walks, scale):
+        out, log_sum = _forward(q, k, v, draft_k, draft_v, walks, scale)
+        ctx.save_for_backward(q, k, v, draft_k, draft_v, out, log_sum)
+        ctx.walks, ctx.scale = walks, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        return *_backward(*ctx.saved_tensors, dout, ctx.walks, ctx.scale), None, None
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, draft_k: Tensor | None, draft_v: Tensor | None, walks: Walks, scale: float):
+    """Output [H, Q, C], tokens first in memory, and the base-2 logarithms of the softmaxes' sums, float32 [H, Q]."""
     heads, num_queries, channels = q.shape
-    tiles, pad = tiles_for("forward", q), padded(channels)
+    tiles = tiles_for("forward", q)
     _check(q, k, v, tiles)
-    out, log_sum = _forward_shapes(q)
+    out = q.new_empty(num_queries, heads, channels).transpose(0, 1)
+    log_sum = q.new_empty(heads, num_queries, dtype=torch.float32)
     draft_k, draft_v, has_draft = (k, v, False) if draft_k is None else (draft_k, draft_v, True)
-    forward_kernel[num_queries // tiles.queries, heads](
-        q, k, v, draft_k, draft_v, low, high, out, log_sum,
+    forward_kernel[heads, num_queries // tiles.queries](
+        q, k, v, draft_k, draft_v, walks.low_R, walks.high_R, walks.of_queries(tiles), out, log_sum,
         *_strides(q, k, v, draft_k, draft_v, out), num_queries, scale * LOG2_E,
-        HEADS=heads // k.shape[0], GROUP=group, C=channels, PAD=pad, HAS_DRAFT=has_draft, M=tiles.queries, N=tiles.keys,
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        HEADS=heads // k.shape[0], GROUP=walks.group, C=channels, PAD=padded(channels), HAS_DRAFT=has_draft,
+        M=tiles.queries, N=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return out, log_sum
 
 
-@_forward.register_fake
-def _forward_shapes(q, *_) -> tuple[Tensor, Tensor]:
+def _backward(q, k, v, draft_k, draft_v, out, log_sum, dout, walks: Walks, scale: float) -> tuple[Tensor, ...]:
+    """Gradients of the first five, laid out in memory as they are."""
     heads, num_queries, channels = q.shape
-    return q.new_empty(num_queries, heads, channels).transpose(0, 1), q.new_empty(heads, num_queries, dtype=torch.float32)
-
-
-@torch.library.custom_op("graphcap::attention_backward", mutates_args=())
-def _backward(
-    q: Tensor, k: Tensor, v: Tensor, draft_k: Tensor, draft_v: Tensor, low: Tensor, high: Tensor,
-    out: Tensor, log_sum: Tensor, dout: Tensor, group: int, scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    heads, num_queries, channels = q.shape
-    key_heads, num_keys, pad = k.shape[0], k.shape[1], padded(channels)
-    gradients = _backward_shapes(q, k, v, draft_k, draft_v)
+    key_heads, num_keys = k.shape[0], k.shape[1]
+    gradients = tuple(torch.empty_like(x) for x in (q, k, v, draft_k, draft_v))
     dq, dk, dv, draft_dk, draft_dv = gradients
-    delta = torch.empty_like(log_sum)
-    sizes = {"HEADS": heads // key_heads, "GROUP": group, "C": channels, "PAD": pad}
+    delta, intervals = torch.empty_like(log_sum), (walks.low_R, walks.high_R)
+    sizes = {"HEADS": heads // key_heads, "GROUP": walks.group, "C": channels, "PAD": padded(channels)}
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
     tiles = tiles_for("dq", q)
     _check(q, k, v, tiles)
-    dq_kernel[num_queries // tiles.queries, heads](
-        q, k, v, draft_k, draft_v, low, high, out, log_sum, dout, dq, delta,
+    dq_kernel[heads, num_queries // tiles.queries](
+        q, k, v, draft_k, draft_v, *intervals, walks.of_queries(tiles), out, log_sum, dout, dq, delta,
         *_strides(q, k, v, draft_k, draft_v, out, dout, dq), num_queries, scale * LOG2_E, scale,
         **sizes, M=tiles.queries, N=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
@@ -77,9 +75,9 @@ def _backward(
     parts = q.new_empty(2, num_keys, heads, channels, dtype=torch.float32) if apart else None
     summands = parts.transpose(1, 2) if apart else (dk, dv)
     dkv_kernel[heads if apart else key_heads, num_tiles + num_queries // tiles.keys](
-        q, k, v, draft_k, draft_v, low, high, log_sum, delta, dout, *summands, draft_dk, draft_dv,
+        q, k, v, draft_k, draft_v, *intervals, walks.of_keys(tiles), log_sum, delta, dout, *summands, draft_dk, draft_dv,
         *_strides(q, k, v, draft_k, draft_v, dout, *summands, draft_dk, draft_dv),
-        key_heads, num_queries, low.numel(), num_tiles, scale * LOG2_E, scale,
+        key_heads, num_queries, num_tiles, scale * LOG2_E, scale,
         **sizes, APART=apart, M=tiles.queries, N=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     if apart:
@@ -87,35 +85,14 @@ def _backward(
     return gradients
 
 
-@_backward.register_fake
-def _backward_shapes(q, k, v, draft_k, draft_v, *_) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return tuple(torch.empty_like(x) for x in (q, k, v, draft_k, draft_v))  # laid out in memory as they are
-
-
-def _keep(ctx, inputs, output) -> None:
-    *tensors, ctx.group, ctx.scale = inputs
-    ctx.save_for_backward(*tensors, *output)
-
-
-def _gradients(ctx, dout, _):
-    q, k, v, draft_k, draft_v, low, high, out, log_sum = ctx.saved_tensors
-    gradients = _backward(q, k, v, draft_k, draft_v, low, high, out, log_sum, dout, ctx.group, ctx.scale)
-    return *gradients, None, None, None, None
-
-
-_forward.register_autograd(_gradients, setup_context=_keep)
-
-
-def interval_attention(q_HQC: Tensor, context, blocks, low_R: Tensor, high_R: Tensor, *, group: int, scale: float) -> Tensor:
+def interval_attention(q_HQC: Tensor, context, blocks, walks: Walks, scale: float) -> Tensor:
     """Attention output [H, Q, C], differentiable in queries, keys and values where there are blocks.
 
     q_HQC: [H, Q, C]. context: keys and values [G, T, C]. blocks: keys and values [G, Q, C] of the queries' own tokens, or
-    None. low_R, high_R: int64 [Q / group]. Query i sees the context's keys from low_R[i // group] to before high_R[i // group],
-    and the blocks' keys j with j // group == i // group; it must see one at least. Q and T are multiples of 128; the last
-    dimension has stride 1. Capture: safe.
+    None. Query i sees the keys of the context that `walks` say, and the blocks' keys j with j // group == i // group; it must
+    see one at least. Q and T are multiples of 128; the last dimension has stride 1. Capture: safe.
     """
-    draft_k, draft_v = blocks if blocks is not None else (None, None)
-    return _forward(q_HQC, *context, draft_k, draft_v, low_R, high_R, group, scale)[0]
+    return _Attention.apply(q_HQC, *context, *(blocks if blocks is not None else (None, None)), walks, scale)
 
 
 def tiles_for(kernel: str, q: Tensor) -> Tiles:

@@ -1,8 +1,8 @@
 """Attention over intervals, in Triton: forward, and the gradients of queries, keys and values.
 
 Every group of queries sees an interval of the context's keys and the draft keys of its own group, and nothing else. So each
-program walks from the first to the last key (or query) that anything in its tile sees, context and draft keys where they
-lie, and no mask and no list of tiles ever exists. Scores and sums are float32; two runs give the same bits (no atomics).
+program walks from the first to the last key (or query) that anything in its tile sees (kernels/walks.py), context and draft
+keys where they lie, and no mask ever exists. Scores and sums are float32; two runs give the same bits (no atomics).
 
 Called by kernels/attention.py. Needs triton, which torch's CUDA builds bring along.
 """
@@ -11,16 +11,14 @@ import triton
 import triton.language as tl
 
 HIDDEN = tl.constexpr(-1.0e9)  # a score that no softmax sees once a real one has come; larger, it would overflow where fused
-FAR = tl.constexpr(1 << 30)
 CONTEXT, PARTLY, DRAFT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what a run of key tiles is: seen by all, by some
-GROUPS_AT_ONCE = tl.constexpr(1024)
 
 
 @triton.jit
-def _rows(start, row, stride, C: tl.constexpr, PAD: tl.constexpr):
-    """Rows of C numbers, [rows, PAD]; beyond C zeros."""
+def _rows(start, first, stride, ROWS: tl.constexpr, C: tl.constexpr, PAD: tl.constexpr):
+    """ROWS rows of C numbers from the first on, [ROWS, PAD]; beyond C zeros."""
     channel = tl.arange(0, PAD)
-    place = start + row[:, None] * stride + channel[None, :]
+    place = start + first * stride + (tl.arange(0, ROWS)[:, None] * stride + channel[None, :])  # the last part stays in a loop
     if C == PAD:
         values = tl.load(place)
     else:
@@ -29,9 +27,9 @@ def _rows(start, row, stride, C: tl.constexpr, PAD: tl.constexpr):
 
 
 @triton.jit
-def _put_rows(start, row, stride, values, C: tl.constexpr, PAD: tl.constexpr):
+def _put_rows(start, first, stride, values, ROWS: tl.constexpr, C: tl.constexpr, PAD: tl.constexpr):
     channel = tl.arange(0, PAD)
-    place = start + row[:, None] * stride + channel[None, :]
+    place = start + first * stride + (tl.arange(0, ROWS)[:, None] * stride + channel[None, :])
     if C == PAD:
         tl.store(place, values.to(start.dtype.element_ty))
     else:
@@ -46,14 +44,10 @@ def _intervals(low, high, query, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _span(low_M, high_M, N: tl.constexpr):
-    """Where a tile of queries walks, in whole key tiles but for the end: begin, where all see all, where no longer, end."""
-    sees = high_M > low_M
-    end = tl.max(tl.where(sees, high_M, 0))
-    begin = tl.min(tl.minimum(tl.where(sees, low_M, FAR), end)) // N * N
-    all_from = tl.maximum((tl.max(low_M) + N - 1) // N * N, begin)
-    all_to = tl.maximum(tl.min(high_M) // N * N, all_from)
-    return begin, all_from, all_to, end
+def _walk(walk, place):
+    """Tile, begin, from where all see all, to where, end: the walk at this place."""
+    walk += place * 5
+    return tl.load(walk), tl.load(walk + 1), tl.load(walk + 2), tl.load(walk + 3), tl.load(walk + 4)
 
 
 @triton.jit
@@ -81,7 +75,7 @@ def _forward_over(
     """Softmax so far (sum of values, sum, largest score without the scale), continued over the keys of [begin, end)."""
     for start in tl.range(begin, end, N):
         key_N = start + tl.arange(0, N)
-        k_NC = _rows(k, key_N, k_row, C, PAD)
+        k_NC = _rows(k, start, k_row, N, C, PAD)
         score = tl.dot(q_MC, tl.trans(k_NC), input_precision="ieee")
         if KIND != CONTEXT:
             seen = _seen(key_N[None, :], query_M[:, None], low_M[:, None], high_M[:, None], GROUP, KIND)
@@ -90,7 +84,7 @@ def _forward_over(
         weight = tl.exp2(score * scale - (larger_M * scale)[:, None])  # one instruction before the exponential
         shrink_M = tl.exp2((most_M - larger_M) * scale)
         total_M = total_M * shrink_M + tl.sum(weight, 1)
-        v_NC = _rows(v, key_N, v_row, C, PAD)
+        v_NC = _rows(v, start, v_row, N, C, PAD)
         out_MC = tl.dot(weight.to(v_NC.dtype), v_NC, out_MC * shrink_M[:, None], input_precision="ieee")
         most_M = larger_M
     return out_MC, total_M, most_M
@@ -98,17 +92,17 @@ def _forward_over(
 
 @triton.jit
 def forward_kernel(
-    q, k, v, draft_k, draft_v, low, high, out, log_sum,
+    q, k, v, draft_k, draft_v, low, high, walk, out, log_sum,
     q_row, q_head, k_row, k_head, v_row, v_head, draft_k_row, draft_k_head, draft_v_row, draft_v_head, out_row, out_head,
     num_queries, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, PAD: tl.constexpr, HAS_DRAFT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """out [Q, H, C] and log_sum, the base-2 logarithm of the softmax's sum, [H, Q]. HEADS: query heads a key head."""
-    tile, head = tl.program_id(0), tl.program_id(1)
-    key_head = head // HEADS
+    head, key_head = tl.program_id(0), tl.program_id(0) // HEADS
+    tile, begin, all_from, all_to, end = _walk(walk, tl.program_id(1))
     query_M = tile * M + tl.arange(0, M)
-    q_MC = _rows(q + head * q_head, query_M, q_row, C, PAD)
+    q_MC = _rows(q + head * q_head, tile * M, q_row, M, C, PAD)
     low_M, high_M = _intervals(low, high, query_M, GROUP)
     out_MC = tl.zeros([M, PAD], tl.float32)
     total_M = tl.zeros([M], tl.float32)
@@ -119,7 +113,6 @@ def forward_kernel(
             out_MC, total_M, most_M, q_MC, draft_k + key_head * draft_k_head, draft_k_row, draft_v + key_head * draft_v_head,
             draft_v_row, query_M, low_M, high_M, first, last, scale, DRAFT, GROUP, C, PAD, N,
         )  # fmt: skip
-    begin, all_from, all_to, end = _span(low_M, high_M, N)
     k += key_head * k_head
     v += key_head * v_head
     out_MC, total_M, most_M = _forward_over(
@@ -134,7 +127,7 @@ def forward_kernel(
         out_MC, total_M, most_M, q_MC, k, k_row, v, v_row, query_M, low_M, high_M, all_to, end, scale,
         PARTLY, GROUP, C, PAD, N,
     )  # fmt: skip
-    _put_rows(out + head * out_head, query_M, out_row, out_MC / total_M[:, None], C, PAD)
+    _put_rows(out + head * out_head, tile * M, out_row, out_MC / total_M[:, None], M, C, PAD)
     tl.store(log_sum + head * num_queries + query_M, most_M * scale + tl.log2(total_M))
 
 
@@ -146,8 +139,8 @@ def _dq_over(
     """The gradient of the queries, without the scale, continued over the keys of [begin, end)."""
     for start in tl.range(begin, end, N):
         key_N = start + tl.arange(0, N)
-        k_NC = _rows(k, key_N, k_row, C, PAD)
-        v_NC = _rows(v, key_N, v_row, C, PAD)
+        k_NC = _rows(k, start, k_row, N, C, PAD)
+        v_NC = _rows(v, start, v_row, N, C, PAD)
         score = tl.dot(q_MC, tl.trans(k_NC), input_precision="ieee") * scale
         weight = tl.exp2(score - log_sum_M[:, None])
         if KIND != CONTEXT:
@@ -161,18 +154,18 @@ def _dq_over(
 
 @triton.jit
 def dq_kernel(
-    q, k, v, draft_k, draft_v, low, high, out, log_sum, dout, dq, delta,
+    q, k, v, draft_k, draft_v, low, high, walk, out, log_sum, dout, dq, delta,
     q_row, q_head, k_row, k_head, v_row, v_head, draft_k_row, draft_k_head, draft_v_row, draft_v_head, out_row, out_head,
     dout_row, dout_head, dq_row, dq_head, num_queries, scale, natural_scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, PAD: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """dq [Q, H, C], and delta = Σ out · dout [H, Q], which dkv_kernel reads."""
-    tile, head = tl.program_id(0), tl.program_id(1)
-    key_head = head // HEADS
+    head, key_head = tl.program_id(0), tl.program_id(0) // HEADS
+    tile, begin, all_from, all_to, end = _walk(walk, tl.program_id(1))
     query_M = tile * M + tl.arange(0, M)
-    q_MC = _rows(q + head * q_head, query_M, q_row, C, PAD)
-    dout_MC = _rows(dout + head * dout_head, query_M, dout_row, C, PAD)
-    out_MC = _rows(out + head * out_head, query_M, out_row, C, PAD)
+    q_MC = _rows(q + head * q_head, tile * M, q_row, M, C, PAD)
+    dout_MC = _rows(dout + head * dout_head, tile * M, dout_row, M, C, PAD)
+    out_MC = _rows(out + head * out_head, tile * M, out_row, M, C, PAD)
     delta_M = tl.sum(out_MC.to(tl.float32) * dout_MC.to(tl.float32), 1)
     tl.store(delta + head * num_queries + query_M, delta_M)
     log_sum_M = tl.load(log_sum + head * num_queries + query_M)
@@ -183,7 +176,6 @@ def dq_kernel(
         dq_MC, q_MC, dout_MC, log_sum_M, delta_M, draft_k + key_head * draft_k_head, draft_k_row,
         draft_v + key_head * draft_v_head, draft_v_row, query_M, low_M, high_M, first, last, scale, DRAFT, GROUP, C, PAD, N,
     )  # fmt: skip
-    begin, all_from, all_to, end = _span(low_M, high_M, N)
     k += key_head * k_head
     v += key_head * v_head
     dq_MC = _dq_over(
@@ -198,32 +190,7 @@ def dq_kernel(
         dq_MC, q_MC, dout_MC, log_sum_M, delta_M, k, k_row, v, v_row, query_M, low_M, high_M, all_to, end, scale,
         PARTLY, GROUP, C, PAD, N,
     )  # fmt: skip
-    _put_rows(dq + head * dq_head, query_M, dq_row, dq_MC * natural_scale, C, PAD)
-
-
-@triton.jit
-def _groups_that_see(low, high, num_groups, begin, end):
-    """Of the groups that see a key of [begin, end): the first, the one after the last, and the same of a run that sees all.
-
-    The run is empty where those that see all of them do not follow one another.
-    """
-    first, last, all_first, all_last, number = num_groups, 0, num_groups, 0, 0
-    for start in tl.range(0, num_groups, GROUPS_AT_ONCE):
-        group = start + tl.arange(0, GROUPS_AT_ONCE)
-        known = group < num_groups
-        low_R = tl.load(low + group, mask=known, other=0).to(tl.int32)
-        high_R = tl.load(high + group, mask=known, other=0).to(tl.int32)
-        sees = (low_R < end) & (high_R > begin) & (high_R > low_R)
-        first = tl.minimum(first, tl.min(tl.where(sees, group, num_groups)))
-        last = tl.maximum(last, tl.max(tl.where(sees, group + 1, 0)))
-        sees_all = known & (low_R <= begin) & (high_R >= end)
-        all_first = tl.minimum(all_first, tl.min(tl.where(sees_all, group, num_groups)))
-        all_last = tl.maximum(all_last, tl.max(tl.where(sees_all, group + 1, 0)))
-        number += tl.sum(sees_all.to(tl.int32))
-    first = tl.minimum(first, last)
-    if number == 0 or all_last - all_first != number:
-        all_first, all_last = first, first
-    return first, last, all_first, all_last
+    _put_rows(dq + head * dq_head, tile * M, dq_row, dq_MC * natural_scale, M, C, PAD)
 
 
 @triton.jit
@@ -235,10 +202,11 @@ def _dkv_over(
     """Gradients of these keys (without the scale) and values, continued over the query tiles of [first, last), all heads."""
     num_tiles = tl.cdiv(last - first, M)
     for number in tl.range(0, HEADS * num_tiles):
-        head = number // num_tiles
-        query_M = first + (number % num_tiles) * M + tl.arange(0, M)
-        q_MC = _rows(q + head * q_head, query_M, q_row, C, PAD)
-        dout_MC = _rows(dout + head * dout_head, query_M, dout_row, C, PAD)
+        head = 0 if HEADS == 1 else number // num_tiles
+        start = tl.multiple_of(first + (number - head * num_tiles) * M, GROUP & -GROUP)  # walks begin at whole groups
+        query_M = start + tl.arange(0, M)
+        q_MC = _rows(q + head * q_head, start, q_row, M, C, PAD)
+        dout_MC = _rows(dout + head * dout_head, start, dout_row, M, C, PAD)
         log_sum_M = tl.load(log_sum + head * num_queries + query_M)
         delta_M = tl.load(delta + head * num_queries + query_M)
         score = tl.dot(k_NC, tl.trans(q_MC), input_precision="ieee") * scale
@@ -256,10 +224,10 @@ def _dkv_over(
 
 @triton.jit
 def dkv_kernel(
-    q, k, v, draft_k, draft_v, low, high, log_sum, delta, dout, dk, dv, draft_dk, draft_dv,
+    q, k, v, draft_k, draft_v, low, high, walk, log_sum, delta, dout, dk, dv, draft_dk, draft_dv,
     q_row, q_head, k_row, k_head, v_row, v_head, draft_k_row, draft_k_head, draft_v_row, draft_v_head,
     dout_row, dout_head, dk_row, dk_head, dv_row, dv_head, draft_dk_row, draft_dk_head, draft_dv_row, draft_dv_head,
-    num_key_heads, num_queries, num_groups, num_tiles, scale, natural_scale,
+    num_key_heads, num_queries, num_tiles, scale, natural_scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, PAD: tl.constexpr, APART: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
@@ -268,10 +236,10 @@ def dkv_kernel(
     A program has the keys of one tile and all query heads that see them; APART: one of those heads, and dk, dv of the context
     are [heads, T, C], to be summed.
     """
-    head, tile = tl.program_id(0), tl.program_id(1)
-    if tile >= num_tiles and head >= num_key_heads:
+    head, place = tl.program_id(0), tl.program_id(1)
+    if place >= num_tiles and head >= num_key_heads:
         return
-    if APART and tile < num_tiles:
+    if APART and place < num_tiles:
         key_head, first_head = head // HEADS, head
     else:
         key_head, first_head = head, head * HEADS
@@ -281,15 +249,11 @@ def dkv_kernel(
     delta += first_head * num_queries
     dk_NC = tl.zeros([N, PAD], tl.float32)
     dv_NC = tl.zeros([N, PAD], tl.float32)
-    if tile < num_tiles:
+    if place < num_tiles:
+        tile, begin, all_from, all_to, end = _walk(walk, place)
         key_N = tile * N + tl.arange(0, N)
-        first, last, all_first, all_last = _groups_that_see(low, high, num_groups, tile * N, tile * N + N)
-        begin, end = first * GROUP // M * M, last * GROUP
-        all_from = tl.minimum((all_first * GROUP + M - 1) // M * M, tl.cdiv(end, M) * M)
-        all_from = tl.maximum(all_from, begin)
-        all_to = tl.maximum(all_last * GROUP // M * M, all_from)
-        k_NC = _rows(k + key_head * k_head, key_N, k_row, C, PAD)
-        v_NC = _rows(v + key_head * v_head, key_N, v_row, C, PAD)
+        k_NC = _rows(k + key_head * k_head, tile * N, k_row, N, C, PAD)
+        v_NC = _rows(v + key_head * v_head, tile * N, v_row, N, C, PAD)
         dk_NC, dv_NC = _dkv_over(
             dk_NC, dv_NC, k_NC, v_NC, key_N, q, q_row, q_head, dout, dout_row, dout_head, low, high, log_sum, delta,
             begin, all_from, num_queries, scale, PARTLY, 1 if APART else HEADS, GROUP, C, PAD, M, N,
@@ -302,17 +266,17 @@ def dkv_kernel(
             dk_NC, dv_NC, k_NC, v_NC, key_N, q, q_row, q_head, dout, dout_row, dout_head, low, high, log_sum, delta,
             all_to, end, num_queries, scale, PARTLY, 1 if APART else HEADS, GROUP, C, PAD, M, N,
         )  # fmt: skip
-        _put_rows(dk + head * dk_head, key_N, dk_row, dk_NC * natural_scale, C, PAD)
-        _put_rows(dv + head * dv_head, key_N, dv_row, dv_NC, C, PAD)
+        _put_rows(dk + head * dk_head, tile * N, dk_row, dk_NC * natural_scale, N, C, PAD)
+        _put_rows(dv + head * dv_head, tile * N, dv_row, dv_NC, N, C, PAD)
     else:
-        tile -= num_tiles
+        tile = place - num_tiles
         key_N = tile * N + tl.arange(0, N)
         first, last = _own(tile, num_queries, GROUP, N, M)
-        k_NC = _rows(draft_k + key_head * draft_k_head, key_N, draft_k_row, C, PAD)
-        v_NC = _rows(draft_v + key_head * draft_v_head, key_N, draft_v_row, C, PAD)
+        k_NC = _rows(draft_k + key_head * draft_k_head, tile * N, draft_k_row, N, C, PAD)
+        v_NC = _rows(draft_v + key_head * draft_v_head, tile * N, draft_v_row, N, C, PAD)
         dk_NC, dv_NC = _dkv_over(
             dk_NC, dv_NC, k_NC, v_NC, key_N, q, q_row, q_head, dout, dout_row, dout_head, low, high, log_sum, delta,
             first, last, num_queries, scale, DRAFT, HEADS, GROUP, C, PAD, M, N,
         )  # fmt: skip
-        _put_rows(draft_dk + head * draft_dk_head, key_N, draft_dk_row, dk_NC * natural_scale, C, PAD)
-        _put_rows(draft_dv + head * draft_dv_head, key_N, draft_dv_row, dv_NC, C, PAD)
+        _put_rows(draft_dk + head * draft_dk_head, tile * N, draft_dk_row, dk_NC * natural_scale, N, C, PAD)
+        _put_rows(draft_dv + head * draft_dv_head, tile * N, draft_dv_row, dv_NC, N, C, PAD)

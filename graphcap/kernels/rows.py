@@ -234,8 +234,19 @@ class _HeadsRotated(torch.autograd.Function):
         (q, k, _), (dq_in, dk_in, dv_in) = (_heads(one, channels, ctx.key_heads) for one in (joined, djoined))
         dq_weight = _rotated_backward(q, q_weight, *table, ctx.eps, dq, dq_in)
         dk_weight = _rotated_backward(k, k_weight, *table, ctx.eps, dk, dk_in)
-        dv_in.copy_(dv)
+        _copy_rows_(dv_in, dv)
         return djoined, dq_weight, dk_weight, None, None, None, None
+
+
+def _copy_rows_(to: Tensor, source: Tensor) -> None:
+    """to = source, as numbers of eight bytes where they fit: torch copies rows that stand apart number by number."""
+    whole = 8 // to.element_size()
+    pair = to, source
+    if all(
+        x.stride(-1) == 1 and all(n % whole == 0 for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1])) for x in pair
+    ):
+        to, source = to.view(torch.int64), source.view(torch.int64)
+    to.copy_(source)
 
 
 def _heads(joined: Tensor, channels: int, key_heads: int) -> tuple[Tensor, ...]:

@@ -56,21 +56,23 @@ class IntervalAttention:
 
     def __init__(self) -> None:
         from graphcap.kernels.attention import interval_attention
+        from graphcap.kernels.walks import Walks
 
-        self.kernels = interval_attention
+        self.kernels, self.walks = interval_attention, Walks
 
-    def mask(self, visibility: Visibility, num_queries: int) -> Visibility:
-        """The visibility itself. num_queries and the context's length must be multiples of TILE."""
+    def mask(self, visibility: Visibility, num_queries: int):
+        """How the kernels walk: of one forward. num_queries and the context's length must be multiples of TILE."""
         assert num_queries % TILE == 0 and visibility.num_context % TILE == 0, (
             f"{num_queries} queries, {visibility.num_context} context tokens: not whole tiles of {TILE}"
         )
-        return visibility
+        seen = visibility
+        return self.walks(seen.low_R, seen.high_R, group=seen.group, num_queries=num_queries, num_keys=seen.num_context)
 
-    def __call__(self, q_HQC: Tensor, context: Pair, blocks: Pair | None, mask: Visibility, scale: float) -> Tensor:
+    def __call__(self, q_HQC: Tensor, context: Pair, blocks: Pair | None, mask, scale: float) -> Tensor:
         width, more = context[1].shape[-1], q_HQC.shape[-1] - context[1].shape[-1]
         if more:  # values narrower than queries: as wide with zeros
             context, blocks = (
                 (k, F.pad(v, (0, more))) if k is not None else None for k, v in (context, blocks or (None, None))
             )
-        out_HQC = self.kernels(q_HQC, context, blocks, mask.low_R, mask.high_R, group=mask.group, scale=scale)
+        out_HQC = self.kernels(q_HQC, context, blocks, mask, scale)
         return out_HQC[..., :width] if more else out_HQC

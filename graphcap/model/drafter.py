@@ -135,7 +135,10 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """Pre-norm attention and MLP with residuals, over block states only."""
+    """Pre-norm attention and MLP with residuals, over block states only.
+
+    The stream comes and goes as two summands, which the next norm adds in its own pass.
+    """
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -144,10 +147,10 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x_QD: Tensor, table: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], attend) -> Tensor:
-        x_QD, normed_QD = self.input_layernorm.after(x_QD)
+    def forward(self, x_QD: Tensor, added_QD: Tensor | None, table, context, attend) -> tuple[Tensor, Tensor]:
+        x_QD, normed_QD = self.input_layernorm.after(x_QD, added_QD)
         x_QD, normed_QD = self.post_attention_layernorm.after(x_QD, self.self_attn(normed_QD, table, context, attend))
-        return x_QD + self.mlp(normed_QD)
+        return x_QD, self.mlp(normed_QD)
 
 
 class Drafter(nn.Module):
@@ -192,13 +195,15 @@ class Drafter(nn.Module):
         attend(q_HQC, context, block) -> [H, Q, C]: attention over the keys and values of both. Capture: safe.
         """
         table = self.table(position_Q, embeddings_QD.dtype)
-        x_QD = embeddings_QD
+        x_QD, added_QD = embeddings_QD, None
         for layer, keys_values in zip(self.layers, context, strict=True):
             if self.checkpointing:
-                x_QD = checkpoint(layer, x_QD, table, keys_values, attend, use_reentrant=False, preserve_rng_state=False)
+                x_QD = x_QD if added_QD is None else x_QD + added_QD  # one tensor to keep, not two
+                inputs = x_QD, None, table, keys_values, attend
+                x_QD, added_QD = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:
-                x_QD = layer(x_QD, table, keys_values, attend)
-        return self.norm(x_QD)
+                x_QD, added_QD = layer(x_QD, added_QD, table, keys_values, attend)
+        return self.norm.after(x_QD, added_QD)[1]
 
     def table(self, position_S: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return rotary_table(position_S, head_dim=self.config.head_dim, theta=self.config.rope_theta, dtype=dtype)

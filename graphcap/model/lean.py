@@ -121,13 +121,17 @@ def _after(norm: nn.Module, x_TD: Tensor, added_TD: Tensor | None) -> tuple[Tens
 
 def _attention(module: nn.Module, x_TD: Tensor, table: tuple[Tensor, Tensor], attend) -> Tensor:
     joined = _matmul(x_TD, module.q_proj, module.k_proj, module.v_proj)
-    parts = joined.split([one.out_features for one in (module.q_proj, module.k_proj, module.v_proj)], dim=1)
-    q_HTC, k_GTC, v_GTC = (rearrange(part, "t (h c) -> h t c", c=module.head_dim) for part in parts)
-    norms = getattr(module, "q_norm", None), getattr(module, "k_norm", None)
-    q_HTC, k_GTC = (
-        normed_rotated(part, table, *((norm.weight, norm.variance_epsilon) if norm is not None else (None, 0.0)))
-        for part, norm in zip((q_HTC, k_GTC), norms)
-    )
+    heads = rearrange(joined, "t (h c) -> h t c", c=module.head_dim)
+    counts = [one.out_features // module.head_dim for one in (module.q_proj, module.k_proj, module.v_proj)]
+    if getattr(module, "q_norm", None) is not None:
+        q_HTC, k_GTC, v_GTC = heads.split(counts)
+        q_HTC, k_GTC = (
+            normed_rotated(part, table, norm.weight, norm.variance_epsilon)
+            for part, norm in ((q_HTC, module.q_norm), (k_GTC, module.k_norm))
+        )
+    else:  # queries and keys side by side, in one pass
+        both, v_GTC = heads.split([counts[0] + counts[1], counts[2]])
+        q_HTC, k_GTC = normed_rotated(both, table, None, 0.0).split(counts[:2])
     out_HTC = attend(module.layer_idx, q_HTC, k_GTC, v_GTC, module.scaling, _window(module))
     return _matmul(rearrange(out_HTC, "h t c -> t (h c)"), module.o_proj)
 
