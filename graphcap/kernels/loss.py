@@ -17,45 +17,76 @@ LOG2_E, LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453
 
 
 @triton.jit
+def _columns(logits, start, num_columns, COLUMNS: tl.constexpr, WHOLE: tl.constexpr):
+    """Logits from a column on, float32 [COLUMNS]; LOWEST past the last, unless all are WHOLE."""
+    column = start + tl.arange(0, COLUMNS)
+    if WHOLE:
+        x = tl.load(logits + column)
+    else:
+        x = tl.load(logits + column, mask=column < num_columns, other=LOWEST)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _sum(
+    total_C, most, beaten, logits, start, target, of_label, num_columns, COLUMNS: tl.constexpr, WHOLE: tl.constexpr
+):  # fmt: skip
+    """Sums of exponentials, the largest logit and whether one beats the label's, continued over COLUMNS more.
+
+    The first of equals is the prediction; equals in the label's own columns are left to the caller.
+    """
+    x = _columns(logits, start, num_columns, COLUMNS, WHOLE)
+    highest = tl.max(x, 0)
+    larger = tl.maximum(most, highest)
+    total_C = total_C * tl.exp2((most - larger) * LOG2_E) + tl.exp2(x * LOG2_E - larger * LOG2_E)
+    beaten |= ((highest > of_label) | ((highest == of_label) & (start + COLUMNS <= target))).to(tl.int32)
+    return total_C, larger, beaten
+
+
+@triton.jit
+def _put_softmax(logits, start, shift, num_columns, COLUMNS: tl.constexpr, WHOLE: tl.constexpr):
+    x = _columns(logits, start, num_columns, COLUMNS, WHOLE)
+    share = tl.exp2(x * LOG2_E - shift).to(logits.dtype.element_ty)
+    column = start + tl.arange(0, COLUMNS)
+    if WHOLE:
+        tl.store(logits + column, share)
+    else:
+        tl.store(logits + column, share, mask=column < num_columns)
+
+
+@triton.jit
 def loss_kernel(logits, label, weight, loss, correct, num_columns, row_stride, COLUMNS: tl.constexpr):
     """One row: loss [M] float32, correct [M] int8, logits [M, V] become weight · (softmax - one at the label).
 
-    Instructions bound it, not memory, so a logit costs few: exponents are base 2 and shifted by the largest logit of a run of
-    columns, and what is compared with the label's is that largest one.
+    Instructions bound it as much as memory, so a logit costs few: exponents are base 2 and shifted by the largest logit of a
+    run of columns, what is compared with the label's is that largest one, no column but the last ones is masked, and the
+    label's own gradient is written last.
     """
     row = tl.program_id(0)
     logits += row.to(tl.int64) * row_stride
     target = tl.load(label + row).to(tl.int32)
     of_label = tl.load(logits + target).to(tl.float32)
-    share = tl.load(weight + row)
-    lane = tl.arange(0, COLUMNS)
+    weight_ = tl.load(weight + row)
     most, beaten = tl.maximum(of_label, LOWEST), tl.zeros([], tl.int32)
     total_C = tl.zeros([COLUMNS], tl.float32)
-    for start in tl.range(0, num_columns, COLUMNS):
-        column = start + lane
-        x = tl.load(logits + column, mask=column < num_columns, other=LOWEST).to(tl.float32)
-        highest = tl.max(x, 0)
-        larger = tl.maximum(most, highest)
-        total_C = total_C * tl.exp2((most - larger) * LOG2_E) + tl.exp2(x * LOG2_E - larger * LOG2_E)
-        most = larger
-        if start + COLUMNS <= target:  # the first of equals is the prediction
-            beaten |= (highest >= of_label).to(tl.int32)
-        elif start > target:
-            beaten |= (highest > of_label).to(tl.int32)
-        else:
-            before = (x > of_label) | ((x == of_label) & (column < target))
-            beaten |= tl.max(before.to(tl.int32), 0)
+    whole = num_columns // COLUMNS * COLUMNS
+    for start in tl.range(0, whole, COLUMNS):
+        total_C, most, beaten = _sum(total_C, most, beaten, logits, start, target, of_label, num_columns, COLUMNS, True)
+    if whole < num_columns:
+        total_C, most, beaten = _sum(total_C, most, beaten, logits, whole, target, of_label, num_columns, COLUMNS, False)
+    before_C = _columns(logits, target // COLUMNS * COLUMNS, target, COLUMNS, False)  # of the label's columns those before it
+    beaten |= tl.max((before_C == of_label).to(tl.int32), 0)
     total = tl.sum(total_C, 0)  # not a number where any logit is none
     log_sum = most * LOG2_E + tl.log2(total)
-    tl.store(loss + row, (log_sum * LN_2 - of_label) * share)
+    tl.store(loss + row, (log_sum * LN_2 - of_label) * weight_)
     tl.store(correct + row, ((beaten == 0) & (total == total)).to(tl.int8))
-    shift = log_sum - tl.log2(share)  # infinite where the weight is 0
-    last = (num_columns - 1) // COLUMNS * COLUMNS
-    for back in tl.range(0, num_columns, COLUMNS):  # from the end on: what was read last is still in the cache
-        column = last - back + lane
-        x = tl.load(logits + column, mask=column < num_columns, other=LOWEST).to(tl.float32)
-        gradient = tl.exp2(x * LOG2_E - shift) - tl.where(column == target, share, 0.0)
-        tl.store(logits + column, gradient.to(logits.dtype.element_ty), mask=column < num_columns)
+    shift = log_sum - tl.log2(weight_)  # infinite where the weight is 0
+    if whole < num_columns:
+        _put_softmax(logits, whole, shift, num_columns, COLUMNS, False)
+    for back in tl.range(COLUMNS, whole + COLUMNS, COLUMNS):  # from the end on: what was read last is still in the cache
+        _put_softmax(logits, whole - back, shift, num_columns, COLUMNS, True)
+    tl.debug_barrier()  # after whichever thread wrote this column
+    tl.store(logits + target, (tl.exp2(of_label * LOG2_E - shift) - weight_).to(logits.dtype.element_ty))
 
 
 def chunk_loss_(logits_MV: Tensor, label_M: Tensor, weight_M: Tensor, loss_M: Tensor, correct_M: Tensor) -> None:

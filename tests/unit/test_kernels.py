@@ -137,17 +137,19 @@ def test_values_narrower_than_queries_are_seen_as_they_are():
 
 def test_the_loss_kernel_is_the_plain_loss():
     fresh_seed()
-    logits_MV, weight_M = torch.randn(7, 5000) * 3, torch.rand(7)
-    label_M = torch.randint(0, 5000, (7,))
+    logits_MV, weight_M = torch.randn(9, 5000) * 3, torch.rand(9)
+    label_M = torch.randint(0, 5000, (9,))
     label_M[:4] = logits_MV[:4].argmax(1)
     logits_MV[2, 4999] = logits_MV[2, label_M[2]]  # one as large behind it
     label_M[3], logits_MV[3, 4999] = 4999, logits_MV[3, label_M[3]]  # and one before
     logits_MV[6] = math.nan
+    label_M[7], logits_MV[7, [4900, 4950]] = 4900, 20.0  # as large a little behind it, and a little before
+    label_M[8], logits_MV[8, [4900, 4950]] = 4950, 20.0
     losses, correct, gradient = chunk_loss(logits_MV, label_M, weight_M)
-    loss_M, correct_M = torch.empty(7), torch.empty(7, dtype=torch.bool)
+    loss_M, correct_M = torch.empty(9), torch.empty(9, dtype=torch.bool)
     loss.chunk_loss_(logits_MV, label_M, weight_M, loss_M, correct_M)
     torch.testing.assert_close(loss_M, losses, rtol=1e-5, atol=1e-5, equal_nan=True)
-    assert torch.equal(correct_M, correct) and correct[:3].all() and not correct[[3, 6]].any()
+    assert torch.equal(correct_M, correct) and correct[[0, 1, 2, 7]].all() and not correct[[3, 6, 8]].any()
     torch.testing.assert_close(logits_MV, gradient, rtol=1e-4, atol=1e-7, equal_nan=True)
 
 

@@ -35,9 +35,9 @@ def seen_by(low: torch.Tensor, high: torch.Tensor, group: int, num_keys: int) ->
 
 
 def assert_right(walk: torch.Tensor, seen: torch.Tensor, tile: int, step: int) -> None:
-    """walk over the second dimension of `seen` for tiles of the first: all that any row sees, all of what is called seen by all.
+    """walk: over the second dimension of `seen` for tiles of the first. It passes all that any row of its tile sees.
 
-    And: tiles once each, longest first; begun where the first is seen; in whole steps that stay inside.
+    And: what is called seen by all is; tiles once each, longest first; begun where the first is seen; steps stay inside.
     """
     lengths = [end - begin for _, begin, _, _, end in walk.tolist()]
     assert lengths == sorted(lengths, reverse=True)
