@@ -19,6 +19,7 @@ from graphcap.engine.slots import Buffer, Slot
 from graphcap.model.attention import attention_for
 from graphcap.model.blocks import UNUSED, Blocks, leading_matches, make_blocks
 from graphcap.model.drafter import Drafter
+from graphcap.model.fused import without_first
 from graphcap.model.loss import head_loss
 from graphcap.model.target import Target
 
@@ -170,9 +171,8 @@ class DrafterStep(Step):
         context = self.drafter.context(features_TF, slot["position"])
         embeddings_QD = self.target.embed(blocks.token_ids_Q)
         hidden_QD = self.drafter(embeddings_QD, blocks.position_Q, context, self._attend(blocks))
-        hidden_NKD = hidden_QD.unflatten(0, (-1, self.block_size))
         loss_sum, correct_M = head_loss(
-            hidden_NKD[:, 1:].flatten(0, 1),
+            without_first(hidden_QD.unflatten(0, (-1, self.block_size))),
             self.target.head_VD,
             blocks.label_NJ.flatten(),
             blocks.weight_NJ.flatten(),

@@ -10,6 +10,8 @@ Called by kernels/attention.py. Needs triton, which torch's CUDA builds bring al
 import triton
 import triton.language as tl
 
+from graphcap.kernels.walks import walk_at
+
 HIDDEN = tl.constexpr(-1.0e9)  # a score that no softmax sees once a real one has come; larger, it would overflow where fused
 CONTEXT, PARTLY, DRAFT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what a run of key tiles is: seen by all, by some
 
@@ -41,13 +43,6 @@ def _intervals(low, high, query, GROUP: tl.constexpr):
     """First key, and the one after the last, that these queries see of the context."""
     group = query // GROUP
     return tl.load(low + group).to(tl.int32), tl.load(high + group).to(tl.int32)
-
-
-@triton.jit
-def _walk(walk, place):
-    """Tile, begin, from where all see all, to where, end: the walk at this place."""
-    walk += place * 5
-    return tl.load(walk), tl.load(walk + 1), tl.load(walk + 2), tl.load(walk + 3), tl.load(walk + 4)
 
 
 @triton.jit
@@ -100,7 +95,7 @@ def forward_kernel(
 ):  # fmt: skip
     """out [Q, H, C] and log_sum, the base-2 logarithm of the softmax's sum, [H, Q]. HEADS: query heads a key head."""
     head, key_head = tl.program_id(0), tl.program_id(0) // HEADS
-    tile, begin, all_from, all_to, end = _walk(walk, tl.program_id(1))
+    tile, begin, all_from, all_to, end = walk_at(walk, tl.program_id(1))
     query_M = tile * M + tl.arange(0, M)
     q_MC = _rows(q + head * q_head, tile * M, q_row, M, C, PAD)
     low_M, high_M = _intervals(low, high, query_M, GROUP)
@@ -161,7 +156,7 @@ def dq_kernel(
 ):  # fmt: skip
     """dq [Q, H, C], and delta = Σ out · dout [H, Q], which dkv_kernel reads."""
     head, key_head = tl.program_id(0), tl.program_id(0) // HEADS
-    tile, begin, all_from, all_to, end = _walk(walk, tl.program_id(1))
+    tile, begin, all_from, all_to, end = walk_at(walk, tl.program_id(1))
     query_M = tile * M + tl.arange(0, M)
     q_MC = _rows(q + head * q_head, tile * M, q_row, M, C, PAD)
     dout_MC = _rows(dout + head * dout_head, tile * M, dout_row, M, C, PAD)
@@ -250,7 +245,7 @@ def dkv_kernel(
     dk_NC = tl.zeros([N, PAD], tl.float32)
     dv_NC = tl.zeros([N, PAD], tl.float32)
     if place < num_tiles:
-        tile, begin, all_from, all_to, end = _walk(walk, place)
+        tile, begin, all_from, all_to, end = walk_at(walk, place)
         key_N = tile * N + tl.arange(0, N)
         k_NC = _rows(k + key_head * k_head, tile * N, k_row, N, C, PAD)
         v_NC = _rows(v + key_head * v_head, tile * N, v_row, N, C, PAD)

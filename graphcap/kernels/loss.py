@@ -11,19 +11,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-COLUMNS, WARPS = 4096, 4  # of a row at once
+COLUMNS, WARPS = 4096, 8  # of a row at once
 LOWEST = tl.constexpr(-1.0e30)  # what a column past the last counts as
 LOG2_E, LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _columns(logits, start, num_columns, COLUMNS: tl.constexpr, WHOLE: tl.constexpr):
-    """Logits from a column on, float32 [COLUMNS]; LOWEST past the last, unless all are WHOLE."""
+def _columns(logits, start, num_columns, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, KEEP: tl.constexpr):
+    """Logits from a column on, float32 [COLUMNS]; LOWEST past the last, unless all are WHOLE. KEEP: they are read again."""
+    POLICY: tl.constexpr = "evict_last" if KEEP else "evict_first"
     column = start + tl.arange(0, COLUMNS)
     if WHOLE:
-        x = tl.load(logits + column)
+        x = tl.load(logits + column, eviction_policy=POLICY)
     else:
-        x = tl.load(logits + column, mask=column < num_columns, other=LOWEST)
+        x = tl.load(logits + column, mask=column < num_columns, other=LOWEST, eviction_policy=POLICY)
     return x.to(tl.float32)
 
 
@@ -35,7 +36,7 @@ def _sum(
 
     The first of equals is the prediction; equals in the label's own columns are left to the caller.
     """
-    x = _columns(logits, start, num_columns, COLUMNS, WHOLE)
+    x = _columns(logits, start, num_columns, COLUMNS, WHOLE, True)
     highest = tl.max(x, 0)
     larger = tl.maximum(most, highest)
     total_C = total_C * tl.exp2((most - larger) * LOG2_E) + tl.exp2(x * LOG2_E - larger * LOG2_E)
@@ -45,13 +46,13 @@ def _sum(
 
 @triton.jit
 def _put_softmax(logits, start, shift, num_columns, COLUMNS: tl.constexpr, WHOLE: tl.constexpr):
-    x = _columns(logits, start, num_columns, COLUMNS, WHOLE)
+    x = _columns(logits, start, num_columns, COLUMNS, WHOLE, False)
     share = tl.exp2(x * LOG2_E - shift).to(logits.dtype.element_ty)
     column = start + tl.arange(0, COLUMNS)
     if WHOLE:
-        tl.store(logits + column, share)
+        tl.store(logits + column, share, eviction_policy="evict_first")
     else:
-        tl.store(logits + column, share, mask=column < num_columns)
+        tl.store(logits + column, share, mask=column < num_columns, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -74,7 +75,9 @@ def loss_kernel(logits, label, weight, loss, correct, num_columns, row_stride, C
         total_C, most, beaten = _sum(total_C, most, beaten, logits, start, target, of_label, num_columns, COLUMNS, True)
     if whole < num_columns:
         total_C, most, beaten = _sum(total_C, most, beaten, logits, whole, target, of_label, num_columns, COLUMNS, False)
-    before_C = _columns(logits, target // COLUMNS * COLUMNS, target, COLUMNS, False)  # of the label's columns those before it
+    before_C = _columns(
+        logits, target // COLUMNS * COLUMNS, target, COLUMNS, False, True
+    )  # of the label's columns those before it
     beaten |= tl.max((before_C == of_label).to(tl.int32), 0)
     total = tl.sum(total_C, 0)  # not a number where any logit is none
     log_sum = most * LOG2_E + tl.log2(total)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from graphcap.kernels import sums
+from graphcap.kernels import copy_rows_, sums
 
 PROGRAMS = 528  # that share the rows where a weight's gradient is summed
 NUMBERS, WARPS = 2048, 8  # of a program of the gate
@@ -54,13 +54,15 @@ def norm_backward_kernel(
         at = number_R.to(tl.int64)[:, None] * width + place[None, :]
         x_RD = tl.load(x + at, mask=known, other=0.0).to(tl.float32)
         dout_RD = tl.load(dout + at, mask=known, other=0.0).to(tl.float32)
+        if HAS_TOTAL:  # with the others: behind the sums it would wait for them
+            dtotal_RD = tl.load(dtotal + at, mask=known, other=0.0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(x_RD * x_RD, 1) / width + eps)[:, None]
         unit_RD = x_RD * scale
         weighted_RD = dout_RD * weight_D[None, :]
         along = (tl.sum(weighted_RD * unit_RD, 1) / width)[:, None]
         dx_RD = scale * (weighted_RD - unit_RD * along)
         if HAS_TOTAL:
-            dx_RD += tl.load(dtotal + at, mask=known, other=0.0).to(tl.float32)
+            dx_RD += dtotal_RD
         tl.store(dx + at, dx_RD.to(dx.dtype.element_ty), mask=known)
         dweight_D += tl.sum(dout_RD * unit_RD, 0)
     tl.store(dweight + program * width + place, dweight_D, mask=inside)
@@ -115,15 +117,15 @@ def rotate_backward_kernel(
         at = (token_R.to(tl.int64) * x_row + head_R.to(tl.int64) * x_head)[:, None] + place[None, :]
         left = tl.load(x + at, mask=known, other=0.0).to(tl.float32)
         right = tl.load(x + at + C // 2, mask=known, other=0.0).to(tl.float32)
-        scale = tl.rsqrt((tl.sum(left * left, 1) + tl.sum(right * right, 1)) / C + eps)[:, None]
-        left *= scale
-        right *= scale
         angle = token_R.to(tl.int64)[:, None] * C + place[None, :]
         cosine = tl.load(cos + angle, mask=known, other=0.0).to(tl.float32)
         sine = tl.load(sin + angle, mask=known, other=0.0).to(tl.float32)
         at = (token_R.to(tl.int64) * dout_row + head_R.to(tl.int64) * dout_head)[:, None] + place[None, :]
         dleft_out = tl.load(dout + at, mask=known, other=0.0).to(tl.float32)
         dright_out = tl.load(dout + at + C // 2, mask=known, other=0.0).to(tl.float32)
+        scale = tl.rsqrt((tl.sum(left * left, 1) + tl.sum(right * right, 1)) / C + eps)[:, None]
+        left *= scale
+        right *= scale
         dleft = dleft_out * cosine + dright_out * sine
         dright = dright_out * cosine - dleft_out * sine
         dleft_sum += tl.sum(dleft * left, 0)
@@ -234,19 +236,8 @@ class _HeadsRotated(torch.autograd.Function):
         (q, k, _), (dq_in, dk_in, dv_in) = (_heads(one, channels, ctx.key_heads) for one in (joined, djoined))
         dq_weight = _rotated_backward(q, q_weight, *table, ctx.eps, dq, dq_in)
         dk_weight = _rotated_backward(k, k_weight, *table, ctx.eps, dk, dk_in)
-        _copy_rows_(dv_in, dv)
+        copy_rows_(dv_in, dv)
         return djoined, dq_weight, dk_weight, None, None, None, None
-
-
-def _copy_rows_(to: Tensor, source: Tensor) -> None:
-    """to = source, as numbers of eight bytes where they fit: torch copies rows that stand apart number by number."""
-    whole = 8 // to.element_size()
-    pair = to, source
-    if all(
-        x.stride(-1) == 1 and all(n % whole == 0 for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1])) for x in pair
-    ):
-        to, source = to.view(torch.int64), source.view(torch.int64)
-    to.copy_(source)
 
 
 def _heads(joined: Tensor, channels: int, key_heads: int) -> tuple[Tensor, ...]:

@@ -15,8 +15,7 @@ from torch import Tensor
 from graphcap.kernels.options import Tiles
 
 FAR = tl.constexpr(1 << 30)
-GROUPS_AT_ONCE = tl.constexpr(1024)
-TILE, BEGIN, ALL_FROM, ALL_TO, END = range(5)  # columns of a walk
+AT_ONCE = 1024  # groups, or walks, that a program looks at
 
 
 @triton.jit
@@ -26,6 +25,13 @@ def _put(walk, place, tile, begin, all_from, all_to, end):
     tl.store(walk + place * 5 + 2, all_from)
     tl.store(walk + place * 5 + 3, all_to)
     tl.store(walk + place * 5 + 4, end)
+
+
+@triton.jit
+def walk_at(walk, place):
+    """The walk at a place: tile, begin, from where all see all, to where, end."""
+    walk += place * 5
+    return tl.load(walk), tl.load(walk + 1), tl.load(walk + 2), tl.load(walk + 3), tl.load(walk + 4)
 
 
 @triton.jit
@@ -53,7 +59,7 @@ def of_queries_kernel(low, high, walk, num_keys, GROUP: tl.constexpr, M: tl.cons
 
 @triton.jit
 def of_keys_kernel(
-    low, high, walk, num_groups, num_queries, GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr
+    low, high, walk, num_groups, num_queries, GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, AT_ONCE: tl.constexpr
 ):  # fmt: skip
     """One tile of N keys over the queries that see any of them, M at a step.
 
@@ -62,8 +68,8 @@ def of_keys_kernel(
     tile = tl.program_id(0)
     begin, end = tile * N, tile * N + N
     first, last, all_first, all_last, number = num_groups, 0, num_groups, 0, 0
-    for start in tl.range(0, num_groups, GROUPS_AT_ONCE):
-        group = start + tl.arange(0, GROUPS_AT_ONCE)
+    for start in tl.range(0, num_groups, AT_ONCE):
+        group = start + tl.arange(0, AT_ONCE)
         known = group < num_groups
         low_R = tl.load(low + group, mask=known, other=0).to(tl.int32)
         high_R = tl.load(high + group, mask=known, other=0).to(tl.int32)
@@ -79,6 +85,20 @@ def of_keys_kernel(
         all_first, all_last = first, first
     begin, all_from, all_to = _steps(first * GROUP, last * GROUP, all_first * GROUP, all_last * GROUP, num_queries, M)
     _put(walk, tile, tile, begin, all_from, all_to, last * GROUP)
+
+
+@triton.jit
+def longest_first_kernel(walk, ordered, num_tiles, AT_ONCE: tl.constexpr):
+    """One walk to its place: behind all that are longer, and behind those as long that stand before it."""
+    own = tl.program_id(0)
+    tile, begin, all_from, all_to, end = walk_at(walk, own)
+    place = tl.zeros([], tl.int32)
+    for start in tl.range(0, num_tiles, AT_ONCE):
+        other = start + tl.arange(0, AT_ONCE)
+        known = other < num_tiles
+        longer = tl.load(walk + other * 5 + 4, mask=known) - tl.load(walk + other * 5 + 1, mask=known) - (end - begin)
+        place += tl.sum((known & ((longer > 0) | ((longer == 0) & (other < own)))).to(tl.int32))
+    _put(ordered, place, tile, begin, all_from, all_to, end)
 
 
 class Walks:
@@ -106,8 +126,10 @@ class Walks:
         name = kind, tiles.queries, tiles.keys
         if name not in self._made:
             walk = self._queries(tiles) if kind == "queries" else self._keys(tiles)
-            length = walk[:, END] - walk[:, BEGIN]
-            self._made[name] = walk[torch.argsort(length, descending=True, stable=True)]
+            self._made[name] = torch.empty_like(walk)
+            longest_first_kernel[(len(walk),)](
+                walk, self._made[name], len(walk), AT_ONCE=min(AT_ONCE, triton.next_power_of_2(len(walk)))
+            )
         return self._made[name]
 
     def _queries(self, tiles: Tiles) -> Tensor:
@@ -121,7 +143,7 @@ class Walks:
         walk = self._empty(self.num_keys, tiles.keys)
         of_keys_kernel[(len(walk),)](
             self.low_R, self.high_R, walk, self.low_R.numel(), self.num_queries,
-            GROUP=self.group, M=tiles.queries, N=tiles.keys,
+            GROUP=self.group, M=tiles.queries, N=tiles.keys, AT_ONCE=min(AT_ONCE, triton.next_power_of_2(self.low_R.numel())),
         )  # fmt: skip
         return walk
 

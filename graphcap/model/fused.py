@@ -94,6 +94,28 @@ def linear(x_SD: Tensor, *weights: Tensor) -> Tensor:
     return _Linear.apply(x_SD, *weights)
 
 
+def without_first(x_NKD: Tensor) -> Tensor:
+    """[N·(K-1), D]: of every block all but its first token."""
+    return _WithoutFirst.apply(x_NKD)
+
+
+class _WithoutFirst(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_NKD):
+        ctx.blocks = x_NKD.shape[0]
+        out_NJD = x_NKD.new_empty(x_NKD.shape[0], x_NKD.shape[1] - 1, x_NKD.shape[2])
+        kernels.copy_rows_(out_NJD, x_NKD[:, 1:])
+        return out_NJD.flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx, upstream_MD):
+        upstream_NJD = upstream_MD.unflatten(0, (ctx.blocks, -1))
+        dx_NKD = upstream_NJD.new_empty(ctx.blocks, upstream_NJD.shape[1] + 1, upstream_NJD.shape[2])
+        dx_NKD[:, 0] = 0
+        kernels.copy_rows_(dx_NKD[:, 1:], upstream_NJD)
+        return dx_NKD
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_SD, *weights):

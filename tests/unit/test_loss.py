@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from graphcap.model.fused import without_first
 from graphcap.model.loss import head_loss
 from tests.toys import fresh_seed
 
@@ -93,3 +94,13 @@ def test_evaluation_keeps_no_gradient():
     with torch.no_grad():
         loss, _ = head_loss(hidden, head, label, weight, chunk_tokens=16)
     assert not loss.requires_grad and head_loss(hidden, head, label, weight, chunk_tokens=16)[0].requires_grad
+
+
+def test_a_block_without_its_first_token_is_torchs_slice_forward_and_backward():
+    fresh_seed()
+    for dtype, width in ((torch.float32, 6), (torch.bfloat16, 8), (torch.bfloat16, 5)):
+        x_NKD, upstream = torch.randn(4, 7, width, dtype=dtype, requires_grad=True), torch.randn(24, width, dtype=dtype)
+        ours, expected = without_first(x_NKD), x_NKD[:, 1:].flatten(0, 1)
+        assert torch.equal(ours, expected)
+        gradients = [torch.autograd.grad(out, x_NKD, upstream)[0] for out in (ours, expected)]
+        assert torch.equal(*gradients) and not torch.equal(ours, x_NKD[:, :-1].flatten(0, 1))
