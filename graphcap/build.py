@@ -40,6 +40,7 @@ from graphcap.model.loading import (
     load_tokenizer,
     rope_theta,
 )
+from graphcap.model.loss import default_chunk
 from graphcap.model.target import Target
 from graphcap.offline import check_complete, missing_of, needed_rows, open_store
 from graphcap.ops import caches, checkpoint
@@ -163,7 +164,7 @@ def make_step(recipe: Recipe, target: Target | TargetEnds, drafter: Drafter, *, 
         drafter,
         decay=blocks.decay(block_size, recipe.loss.gamma or blocks.default_gamma(block_size)),
         hyper=_hyper(recipe, num_updates),
-        chunk_tokens=recipe.loss.chunk_tokens,
+        chunk_tokens=recipe.loss.chunk_tokens or default_chunk(drafter.config.vocab_size, target.head_VD.element_size()),
     )
 
 

@@ -177,7 +177,9 @@ class Loss:
         resume="same",
         low=0.0,
     )
-    chunk_tokens: int = key(2048, "draft tokens whose logits exist at once", unit="tokens", resume="same", low=1)
+    chunk_tokens: int = key(
+        0, "draft tokens whose logits exist at once; 0: as 768 MiB hold, a power of two", unit="tokens", resume="same", low=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from graphcap.engine import memory
 from graphcap.engine.evaluation import Evaluation, fitting
 from graphcap.errors import ConfigError
 from graphcap.model.drafter import Drafter, DrafterConfig
+from graphcap.model.loss import default_chunk
 from graphcap.ops import caches
 
 ROWS_OF_AN_UPDATE = 8  # or more, where rows are lengthened
@@ -291,7 +292,7 @@ def memory_of(recipe: Recipe, skeleton, config: DrafterConfig, dtype: torch.dtyp
         target_bytes=dtype.itemsize * sum(tensor.numel() for tensor in loaded),
         target_intermediate=0 if stored else text.intermediate_size,
         itemsize=dtype.itemsize,
-        chunk_tokens=recipe.loss.chunk_tokens,
+        chunk_tokens=recipe.loss.chunk_tokens or default_chunk(config.vocab_size, dtype.itemsize),
         checkpointing=recipe.drafter.checkpointing,
         stored=stored,
     )

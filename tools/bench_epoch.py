@@ -43,6 +43,7 @@ from graphcap.engine.timing import median_ms, samples
 from graphcap.model.attention import TILE
 from graphcap.model.blocks import decay, default_gamma
 from graphcap.model.drafter import Drafter, DrafterConfig, tapped_layers
+from graphcap.model.loss import default_chunk
 from graphcap.model.target import Target
 from graphcap.shapes import trial_buckets
 
@@ -84,7 +85,13 @@ def make_step(size: str, device: torch.device) -> DrafterStep:
     drafter.initialize(0)
     rates = {"learning_rate": 6e-4, "warmup_fraction": 0.04, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
     hyper = Hyper(**rates, max_grad_norm=1.0, num_updates=100_000)
-    return DrafterStep(target, drafter, decay=decay(BLOCK_SIZE, default_gamma(BLOCK_SIZE)), hyper=hyper, chunk_tokens=2048)
+    return DrafterStep(
+        target,
+        drafter,
+        decay=decay(BLOCK_SIZE, default_gamma(BLOCK_SIZE)),
+        hyper=hyper,
+        chunk_tokens=default_chunk(vocabulary, 2),
+    )
 
 
 def measured_costs(step: DrafterStep, largest: Bucket, times: int) -> Costs:

@@ -36,6 +36,7 @@ from graphcap.kernels import written_out
 from graphcap.model.attention import DenseAttention
 from graphcap.model.blocks import decay, default_gamma
 from graphcap.model.drafter import Drafter, DrafterConfig
+from graphcap.model.loss import default_chunk
 from graphcap.model.target import Target
 
 SIZES = {  # hidden, query heads, key heads, head size, MLP, vocabulary
@@ -99,7 +100,13 @@ def make_step(size: str, length: int, target: Target | None = None, *, kind: typ
         num_updates=1000,
     )
     target = target or RandomTarget(hidden, vocabulary, length, device)
-    return kind(target, drafter, decay=decay(BLOCK_SIZE, default_gamma(BLOCK_SIZE)), hyper=hyper, chunk_tokens=2048)
+    return kind(
+        target,
+        drafter,
+        decay=decay(BLOCK_SIZE, default_gamma(BLOCK_SIZE)),
+        hyper=hyper,
+        chunk_tokens=default_chunk(vocabulary, 2),
+    )
 
 
 def seen_pairs(arrays: dict[str, np.ndarray]) -> float:

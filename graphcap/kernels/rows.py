@@ -15,9 +15,9 @@ from torch.autograd.function import once_differentiable
 
 from graphcap.kernels import copy_rows_, sums
 
-PROGRAMS = 528  # that share the rows where a weight's gradient is summed
+PROGRAMS = 1056  # that share the rows where a weight's gradient is summed
 NUMBERS, WARPS = 2048, 8  # of a program of the gate
-NUMBERS_OF_NORM, NUMBERS_A_WARP = 4096, 2048  # of a tile of rows in the norm's backward; at least two rows
+NUMBERS_OF_NORM, NUMBERS_A_WARP = 4096, 1024  # of a tile of rows in the norm's backward; at least two rows
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def norm_backward_kernel(
     inside = place < width
     weight_D = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
     dweight_D = tl.zeros([PAD], tl.float32)
-    for first in tl.range(program * ROWS, num_rows, tl.num_programs(0) * ROWS):
+    for first in tl.range(program * ROWS, num_rows, tl.num_programs(0) * ROWS, num_stages=3):  # prefetched
         number_R = first + tl.arange(0, ROWS)
         known = (number_R < num_rows)[:, None] & inside[None, :]
         at = number_R.to(tl.int64)[:, None] * width + place[None, :]

@@ -12,6 +12,16 @@ from torch import Tensor
 
 from graphcap import kernels
 
+LOGITS_BYTES = 768 << 20  # of one chunk: fewer, larger chunks keep a GPU busier
+
+
+def default_chunk(vocab_size: int, itemsize: int) -> int:
+    """Draft tokens of a chunk: the largest power of two whose logits take no more than LOGITS_BYTES; at least one.
+
+    itemsize: bytes of a logit.
+    """
+    return 1 << max(1, LOGITS_BYTES // (vocab_size * itemsize)).bit_length() - 1
+
 
 def head_loss(
     hidden_MD: Tensor, head_VD: Tensor, label_M: Tensor, weight_M: Tensor, *, chunk_tokens: int

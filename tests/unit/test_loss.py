@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from graphcap.model.fused import without_first
-from graphcap.model.loss import head_loss
+from graphcap.model.loss import LOGITS_BYTES, default_chunk, head_loss
 from tests.toys import fresh_seed
 
 TOKENS, SIZE, VOCAB = 50, 16, 97
@@ -104,3 +104,10 @@ def test_a_block_without_its_first_token_is_torchs_slice_forward_and_backward():
         assert torch.equal(ours, expected)
         gradients = [torch.autograd.grad(out, x_NKD, upstream)[0] for out in (ours, expected)]
         assert torch.equal(*gradients) and not torch.equal(ours, x_NKD[:, :-1].flatten(0, 1))
+
+
+def test_a_chunk_is_as_many_draft_tokens_as_its_memory_holds():
+    for vocab_size, itemsize in ((49152, 2), (151936, 2), (32000, 4), (512, 4), (10**9, 4)):
+        chunk = default_chunk(vocab_size, itemsize)
+        assert chunk & (chunk - 1) == 0 and (chunk * vocab_size * itemsize <= LOGITS_BYTES or chunk == 1)
+        assert 2 * chunk * vocab_size * itemsize > LOGITS_BYTES, "a larger one fits"
