@@ -30,6 +30,7 @@ GROUPS = (  # what a kernel's name begins with or holds; the first that fits
     ("norms", r"^norm_"),
     ("rotations", r"^rotate_"),
     ("gate", r"^gate_"),
+    ("walks", r"^(of_queries|of_keys|longest_first)_kernel"),
     ("matmuls", r"nvjet|gemm|cublas|cutlass|splitK"),
 )
 
