@@ -1,4 +1,8 @@
-"""Every gradient of a micro step by our kernels against plain float32 operations of the same numbers."""
+"""Every gradient of a micro step by our kernels against plain float32 operations of the same numbers.
+
+Within 1 % of it, relative L2; where bfloat16 between operations makes more of it (the gradient of a norm's weight is a small sum
+of large summands), no farther than torch's own operations in bfloat16 on the same row, and a quarter.
+"""
 
 import random
 
@@ -40,17 +44,22 @@ def test_every_gradient_is_the_float32_references(head_dim, key_heads):
     sizes = {"head_dim": head_dim, "num_kv_heads": key_heads, "num_layers": 3, "block_size": 16}
     fast = make_step(table_target(seed, torch.bfloat16), random_drafter(seed, sharpness=0.5, **sizes))
     with written_out():
-        plain = make_step(table_target(seed, torch.float32), random_drafter(seed, sharpness=0.5, **sizes))
-        plain.state.weights.copy_(fast.state.weights)
+        plain, rounded = (
+            make_step(table_target(seed, dtype), random_drafter(seed, sharpness=0.5, **sizes))
+            for dtype in (torch.float32, torch.bfloat16)
+        )
+        for one in (plain, rounded):
+            one.state.weights.copy_(fast.state.weights)
     for _ in range(3):
         arrays = random_row(BUCKET, rng)
         ours = gradients(fast, arrays)
         with written_out():
-            exact = gradients(plain, arrays)
+            exact, torchs = gradients(plain, arrays), gradients(rounded, arrays)
             first = random.randrange(5, 20)
             arrays["anchors"][first : first + 8] += 1  # must fail: a few blocks of another place
             other = gradients(plain, arrays)
-        errors = {name: relative(ours[name] - exact[name], exact[name]) for name in ours}
-        print(f"largest {max(errors.values()):.2%} {max(errors, key=errors.get)}")
-        assert max(errors.values()) <= MOST, errors
-        assert max(relative(ours[name] - other[name], other[name]) for name in ours) > MOST
+        errors, of_torch = ({name: relative(one[name] - exact[name], exact[name]) for name in one} for one in (ours, torchs))
+        most = max(MOST, 1.25 * max(of_torch.values()))
+        print(f"largest {max(errors.values()):.2%} {max(errors, key=errors.get)}; torch's {max(of_torch.values()):.2%}")
+        assert max(errors.values()) <= most, errors
+        assert max(relative(ours[name] - other[name], other[name]) for name in ours) > most

@@ -13,26 +13,24 @@ from graphcap.model.target import Target
 from tests.toys import drafter_config, make_step, tiny_model
 
 pytestmark = pytest.mark.cuda
-WIDTHS = {"hidden_size": 576, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "intermediate_size": 1536, "vocab_size": 49152}
+SMALL = {"hidden_size": 576, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "intermediate_size": 1536, "vocab_size": 49152}
+MIDDLE = {"hidden_size": 1024, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "intermediate_size": 3072}
+LARGE = {"hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "intermediate_size": 12288}
+QWEN = {"vocab_size": 151936}
 
 
-def measured_and_predicted(bucket: Bucket, *, checkpointing: bool = False, chunk_tokens: int = 2048) -> tuple[int, int]:
+def measured_and_predicted(
+    bucket: Bucket, *, widths: dict[str, int] = SMALL, checkpointing: bool = False, chunk_tokens: int = 2048
+) -> tuple[int, int]:
     gc.collect()
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    model = tiny_model(
-        "llama",
-        0,
-        hidden_size=576,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        head_dim=64,
-        intermediate_size=1536,
-        vocab_size=49152,
-    )
-    target = Target(model.to("cuda", torch.bfloat16), (0, 1, 2))
-    config = drafter_config(**WIDTHS, num_layers=3, block_size=16, target_layer_ids=(0, 1, 2), mask_token_id=0)
+    names = {"num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads"}
+    with torch.device("cuda"):
+        model = tiny_model("llama", 0, **{names.get(name, name): width for name, width in widths.items()})
+    target = Target(model.to(torch.bfloat16), (0, 1, 2))
+    torch.cuda.reset_peak_memory_stats()  # the target was made in float32
+    config = drafter_config(**widths, num_layers=3, block_size=16, target_layer_ids=(0, 1, 2), mask_token_id=0)
     drafter = Drafter(config)
     drafter.initialize(0)
     drafter.checkpointing = checkpointing
@@ -44,7 +42,7 @@ def measured_and_predicted(bucket: Bucket, *, checkpointing: bool = False, chunk
         drafter=config,
         num_parameters=sum(parameter.numel() for parameter in drafter.parameters()),
         target_bytes=sum(parameter.nbytes for parameter in model.parameters()),
-        target_intermediate=1536,
+        target_intermediate=widths["intermediate_size"],
         itemsize=2,
         chunk_tokens=chunk_tokens,
         checkpointing=checkpointing,
@@ -60,6 +58,9 @@ def measured_and_predicted(bucket: Bucket, *, checkpointing: bool = False, chunk
         (Bucket(8192, 256), {"chunk_tokens": 4096}),
         (Bucket(4096, 1024), {"checkpointing": True}),
         (Bucket(512, 32), {"chunk_tokens": 256}),
+        (Bucket(8192, 1024), {"chunk_tokens": 8192}),  # logits of 768 MiB, as training makes them
+        (Bucket(8192, 1024), {"widths": MIDDLE | QWEN}),
+        (Bucket(4096, 512), {"widths": LARGE | QWEN}),
     ],
 )
 def test_predicted_within_a_tenth_and_never_far_under(bucket, changes):
