@@ -5,7 +5,8 @@
 
 One row an update, as in tools/bench_step.py. Rates are measured first: a large copy, a large bf16 matmul. FLOPs are those that
 the mathematics needs, bytes those that a pass must read and write once; `× floor` is the time over the larger of the two.
-Prints a table a case and, as the last line, one JSON document.
+A group's launches are shown too: a launch takes 1.5 to 2 us whatever it does. Prints a table a case and, as the last line,
+one JSON document.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from bench_step import BLOCK_SIZE, CASES, NUM_LAYERS, environment, forget, make_
 
 from graphcap.engine import Bucket, Engine
 from graphcap.engine.guard import use_deterministic_math
+from graphcap.kernels.options import capability, heads_apart, options
 
 GROUPS = (  # what a kernel's name begins with or holds; the first that fits
     ("attention forward", r"^forward_kernel"),
@@ -30,13 +32,16 @@ GROUPS = (  # what a kernel's name begins with or holds; the first that fits
     ("norms", r"^norm_"),
     ("rotations", r"^rotate_"),
     ("gate", r"^gate_"),
+    ("sums of parts", r"^(parts|heads)_kernel"),
     ("walks", r"^(of_queries|of_keys|longest_first)_kernel"),
+    ("copies", r"copy|Memcpy|memcpy|Memset|CatArray|gather"),
     ("matmuls", r"nvjet|gemm|cublas|cutlass|splitK"),
 )
 
 
 def group_of(kernel: str) -> str:
-    return next((group for group, pattern in GROUPS if re.search(pattern, kernel)), "others")
+    """The group; "small": passes over a row's tokens, labels or statistics, which cost what their launches cost."""
+    return next((group for group, pattern in GROUPS if re.search(pattern, kernel)), "small")
 
 
 def rates() -> tuple[float, float]:
@@ -51,6 +56,8 @@ def rates() -> tuple[float, float]:
 
 def work(step, bucket: Bucket, arrays) -> dict[str, tuple[float, float]]:
     """(FLOPs, bytes) of a group in one step; bfloat16 between kernels, float32 state."""
+    from graphcap.kernels.rows import PROGRAMS
+
     c, rows, draft = step.drafter.config, bucket.length, bucket.num_anchors * BLOCK_SIZE
     q, kv, hidden, mlp = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.hidden_size, c.intermediate_size
     all_needed, size = needed(step, bucket, arrays), sum(p.numel() for p in step.drafter.parameters())
@@ -59,6 +66,9 @@ def work(step, bucket: Bucket, arrays) -> dict[str, tuple[float, float]]:
     logits = 2.0 * draft * (BLOCK_SIZE - 1) / BLOCK_SIZE * c.vocab_size
     stream, wide = 2 * NUM_LAYERS * draft * hidden, 2 * NUM_LAYERS * draft * mlp
     rotated = 2 * NUM_LAYERS * (draft * (q + kv) + rows * kv)
+    norm_parts = 4.0 * min(PROGRAMS, draft) * (2 * NUM_LAYERS * hidden + 3 * NUM_LAYERS * c.head_dim)
+    apart = heads_apart(c.num_kv_heads * rows // options("dkv", capability(step.device), c.head_dim, 2).keys, step.device)
+    head_parts = NUM_LAYERS * rows * (2 * 4 * q + 2 * 2 * kv) if apart else 0
     return {
         "matmuls": (all_needed["flops"] - 3.5 * 2 * pairs, 0.0),
         "attention forward": (2 * pairs, 2 * heads + keys),
@@ -68,9 +78,12 @@ def work(step, bucket: Bucket, arrays) -> dict[str, tuple[float, float]]:
         "AdamW": (0.0, 34.0 * size),
         "gradient sums": (0.0, 10.0 * size),
         "gradient norm": (0.0, 4.0 * size),
-        "norms": (0.0, 2 * (3 + 4) * stream + 2 * rows * hidden * 2),  # forward: 2 and 4 passes; backward: 4 each
+        "norms": (0.0, 2 * (4 + 4) * stream + 2 * rows * hidden * 2),  # two a layer, four passes each way
         "rotations": (0.0, 5 * rotated),
         "gate": (0.0, 8 * wide),
+        "sums of parts": (0.0, norm_parts + head_parts),
+        # features, embeddings, blocks without their first token and back, gradients of the draft's values
+        "copies": (0.0, 4.0 * rows * step.target.num_features + 3 * 4 * draft * hidden + 4 * NUM_LAYERS * draft * kv),
     }
 
 
@@ -96,18 +109,20 @@ def account(case: str, speeds: tuple[float, float], num_kernels: int) -> dict:
         if event.device_type == torch.autograd.DeviceType.CUDA:
             ms[event.name] += event.device_time / 4e3
             launches[event.name] += 1 / 4
-    wanted, groups = work(step, bucket, arrays), defaultdict(float)
+    wanted, groups, times = work(step, bucket, arrays), defaultdict(float), defaultdict(float)
     for kernel, one in ms.items():
         groups[group_of(kernel)] += one
+        times[group_of(kernel)] += launches[kernel]
     print(f"{case}: {step_ms:.2f} ms a step, kernels {sum(ms.values()):.2f} ms")
     found = {}
     for group, one in sorted(groups.items(), key=lambda pair: -pair[1]):
         flops, moved = wanted.get(group, (0.0, 0.0))
         floor_ms = 1e3 * max(flops / speeds[1], moved / speeds[0])
-        found[group] = {"ms": one, "flops": flops, "bytes": moved, "floor_ms": floor_ms}
+        found[group] = {"ms": one, "launches": times[group], "flops": flops, "bytes": moved, "floor_ms": floor_ms}
         beside = f"{floor_ms:>8.2f} {one / floor_ms:>6.2f}" if floor_ms else ""
         share = one / sum(ms.values())
-        print(f"  {group:<20}{one:>8.3f} ms {share:>6.1%} {flops / 1e12:>7.2f} TFLOP {moved / 1e9:>7.2f} GB {beside}")
+        work_done = f"{flops / 1e12:>7.2f} TFLOP {moved / 1e9:>7.2f} GB"
+        print(f"  {group:<20}{one:>8.3f} ms {share:>6.1%} {times[group]:>5.0f} x {work_done} {beside}")
     for kernel, one in sorted(ms.items(), key=lambda pair: -pair[1])[:num_kernels]:
         print(f"    {1e3 * one:>9.1f} us {launches[kernel]:>6.1f} x  {kernel[:90]}")
     engine.close()

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 NUMBERS, WARPS = 1024, 4  # of a program that sums heads
-ROWS, COLUMNS = 64, 16  # of a tile of parts
+ROWS, COLUMNS, WARPS_OF_PARTS = 256, 16, 8  # of a tile of parts
 
 
 @triton.jit
@@ -51,7 +51,9 @@ def of_parts(parts_NW: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum of float32 parts [N, W] over N, [W] in `dtype`. Capture: safe."""
     num_parts, width = parts_NW.shape
     out = parts_NW.new_empty(width, dtype=dtype)
-    parts_kernel[(triton.cdiv(width, COLUMNS),)](parts_NW, out, num_parts, width, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
+    parts_kernel[(triton.cdiv(width, COLUMNS),)](
+        parts_NW, out, num_parts, width, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS_OF_PARTS
+    )
     return out
 
 

@@ -1,7 +1,7 @@
 """Every gradient of a micro step by our kernels against plain float32 operations of the same numbers.
 
-Within 1 % of it, relative L2; where bfloat16 between operations makes more of it (the gradient of a norm's weight is a small sum
-of large summands), no farther than torch's own operations in bfloat16 on the same row, and a quarter.
+Within 1 % of it, relative L2; where bfloat16 makes more of it (the gradient of a norm's weight is a small sum of large
+summands), no farther than torch's own operations in bfloat16 on the same row, and a quarter.
 """
 
 import random
