@@ -7,7 +7,7 @@
 The target has random weights: speed does not depend on what tokens mean. Lengths are log-normal, median 735, sigma 0.7, cut at
 --max-length; every token but the first is supervised. `graphcap shapes --measure` plans, `graphcap train` runs as ever,
 supervisor, loader, metrics and checkpoint included; rates are those between the metrics that come in after its first tenth
-and the last. Prints a table and, as the last line, one JSON document.
+and the last. What is being done goes to stderr; prints a table and, as the last line, one JSON document.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,7 @@ from graphcap.engine.guard import use_deterministic_math
 from graphcap.engine.timing import median_ms
 from graphcap.ops.progress import read_metrics
 
+BEGAN = time.monotonic()
 ROOT = Path(__file__).resolve().parents[1]
 HIDDEN = {"smol": (576, 9, 3, 1536, 49152, 30), "toy": (32, 4, 2, 64, 2048, 8)}  # heads, key heads, MLP, vocabulary, layers
 MEDIAN, SIGMA, BLOCK_SIZE = 735, 0.7, 16
@@ -87,6 +89,7 @@ def write_recipe(folder: Path, options) -> Path:
 
 def graphcap(*words: str) -> str:
     """What the command printed. Raises: SystemExit with its last words if it fails."""
+    print(f"{time.monotonic() - BEGAN:>6.1f} s  graphcap {words[0]}", file=sys.stderr, flush=True)
     done = subprocess.run([sys.executable, "-m", "graphcap", *words], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"graphcap {words[0]} ended with {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
@@ -137,6 +140,7 @@ def bench(folder: Path, options) -> dict:
         "predicted_epoch_s": planned["epoch_s"],
         "buckets": [f"{one['length']}/{one['num_anchors']}" for one in planned["buckets"]],
     }
+    print(f"{time.monotonic() - BEGAN:>6.1f} s  trained", file=sys.stderr, flush=True)
     found |= {"idle_share": float(idle[1]) / 100 if idle else None, "features": options.features}
     if torch.cuda.is_available() and not options.features:
         found["shares"] = shares(options.size, planned["buckets"][0], options.tokens_per_update)
