@@ -17,6 +17,7 @@ from graphcap.kernels import copy_rows_, sums
 
 PROGRAMS = 1056  # that share the rows where a weight's gradient is summed
 NUMBERS, WARPS = 2048, 8  # of a program of the gate
+PREFETCHED_BYTES = 16 << 10  # of the largest tile that is: six of them fit 99 KB of shared memory
 NUMBERS_OF_NORM, NUMBERS_A_WARP = 4096, 1024  # of a tile of rows in the norm's backward; at least two rows
 
 
@@ -40,7 +41,7 @@ def norm_kernel(x, other, weight, total, out, width, eps, HAS_OTHER: tl.constexp
 @triton.jit
 def norm_backward_kernel(
     x, weight, dtotal, dout, dx, dweight, num_rows, width, eps,
-    HAS_TOTAL: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
+    HAS_TOTAL: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dx = dtotal + the norm's gradient, of this program's tiles of ROWS; dweight [programs, width] float32: their sums."""
     program = tl.program_id(0)
@@ -48,7 +49,7 @@ def norm_backward_kernel(
     inside = place < width
     weight_D = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
     dweight_D = tl.zeros([PAD], tl.float32)
-    for first in tl.range(program * ROWS, num_rows, tl.num_programs(0) * ROWS, num_stages=3):  # prefetched
+    for first in tl.range(program * ROWS, num_rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         number_R = first + tl.arange(0, ROWS)
         known = (number_R < num_rows)[:, None] & inside[None, :]
         at = number_R.to(tl.int64)[:, None] * width + place[None, :]
@@ -193,7 +194,9 @@ class _Norm(torch.autograd.Function):
         dweight = torch.empty(programs, width, dtype=torch.float32, device=total.device)
         norm_backward_kernel[(len(dweight),)](
             total, weight, dout if dtotal is None else dtotal.contiguous(), dout, dx, dweight, num_rows, width, ctx.eps,
-            HAS_TOTAL=dtotal is not None, PAD=pad, ROWS=rows, num_warps=max(1, rows * pad // NUMBERS_A_WARP),
+            HAS_TOTAL=dtotal is not None, PAD=pad, ROWS=rows,
+            STAGES=3 if rows * pad * total.element_size() <= PREFETCHED_BYTES else 1,
+            num_warps=max(1, rows * pad // NUMBERS_A_WARP),
         )  # fmt: skip
         return dx, dx if ctx.has_other else None, sums.of_parts(dweight, weight.dtype), None
 
