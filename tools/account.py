@@ -5,8 +5,8 @@
 
 One row an update, as in tools/bench_step.py. Rates are measured first: a large copy, a large bf16 matmul. FLOPs are those that
 the mathematics needs, bytes those that a pass must read and write once; `× floor` is the time over the larger of the two.
-A group's launches are shown too: a launch takes 1.5 to 2 us whatever it does. Prints a table a case and, as the last line,
-one JSON document.
+A group's launches are shown too: what is small costs what its launches cost. Prints a table a case and, as the last line, one
+JSON document.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def work(step, bucket: Bucket, arrays) -> dict[str, tuple[float, float]]:
     logits = 2.0 * draft * (BLOCK_SIZE - 1) / BLOCK_SIZE * c.vocab_size
     stream, wide = 2 * NUM_LAYERS * draft * hidden, 2 * NUM_LAYERS * draft * mlp
     rotated = 2 * NUM_LAYERS * (draft * (q + kv) + rows * kv)
-    norm_parts = 4.0 * min(PROGRAMS, draft) * (2 * NUM_LAYERS * hidden + 3 * NUM_LAYERS * c.head_dim)
+    norm_parts = 4.0 * min(PROGRAMS, draft // 4) * NUM_LAYERS * (2 * hidden + 3 * c.head_dim)  # tiles of four rows or so
     apart = heads_apart(c.num_kv_heads * rows // options("dkv", capability(step.device), c.head_dim, 2).keys, step.device)
     head_parts = NUM_LAYERS * rows * (2 * 4 * q + 2 * 2 * kv) if apart else 0
     return {

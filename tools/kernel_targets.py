@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 from graphcap.kernels import attention, loss, options, rows, update, walks
 
 SHARED_BYTES = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}  # KB a block
-WIDTHS = {"smol": (576, 1536), "q0.6b": (1024, 3072), "q8b": (4096, 12288)}  # hidden, MLP
+WIDTHS = {"smol": (576, 1536), "q0.6b": (1024, 3072), "q8b": (4096, 12288), "q14b": (5120, 17408)}  # hidden, MLP
 HEADS = {"smol": (9, 3, 64), "q0.6b": (16, 8, 128), "q8b": (32, 8, 128), "head 256": (8, 2, 256)}
 BLOCK_SIZE, NUM_ANCHORS, LENGTH, VOCABULARY = 16, 128, 1024, 49152
 TYPES = {

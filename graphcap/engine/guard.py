@@ -209,8 +209,8 @@ def explained(bucket_name: str, smaller: str = ""):
             got=f"{asked[1] if asked else 'more memory'} asked for with {held / 2**30:.1f} GiB already held",
             cause=f"a plan needs what its largest bucket needs, which is more than this GPU's {whole / 2**30:.1f} GiB or what "
             "others leave of them",
-            fix=f"(1) {drop}, (2) drafter.checkpointing=true, (3) loss.chunk_tokens=512, (4) free the GPU: graphcap doctor "
-            "names other processes",
+            fix=f"(1) {drop}, (2) drafter.checkpointing=true, (3) loss.chunk_tokens lower than it is "
+            "(0: as many as 768 MiB of logits hold), (4) free the GPU: graphcap doctor names other processes",
         ) from error
 
 

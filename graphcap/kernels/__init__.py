@@ -1,4 +1,4 @@
-"""Kernels in Triton, each with a plain twin elsewhere that it is compared with; and where they run.
+"""Kernels in Triton, each with a plain twin elsewhere that it is compared with; where they run, and a copy that needs none.
 
 Loads no triton: that is left to the modules below, on first use.
 """
@@ -31,7 +31,10 @@ def written_out():
 
 
 def copy_rows_(to: Tensor, source: Tensor) -> None:
-    """to = source, as numbers of eight bytes where they fit: torch copies rows that stand apart number by number."""
+    """to = source, of one shape and any dtype. Capture: safe.
+
+    As numbers of eight bytes where those fit: torch copies rows that stand apart number by number.
+    """
     whole = max(1, 8 // to.element_size())
     fits = all(
         x.stride(-1) == 1 and all(number % whole == 0 for number in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))

@@ -38,7 +38,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, draft_k: Tensor | None, draft_v: T
     """Output [H, Q, C], tokens first in memory, and the base-2 logarithms of the softmaxes' sums, float32 [H, Q]."""
     heads, num_queries, channels = q.shape
     tiles = tiles_for("forward", q)
-    _check(q, k, v, tiles)
+    _check(q, k, v, walks, tiles)
     out = q.new_empty(num_queries, heads, channels).transpose(0, 1)
     log_sum = q.new_empty(heads, num_queries, dtype=torch.float32)
     draft_k, draft_v, has_draft = (k, v, False) if draft_k is None else (draft_k, draft_v, True)
@@ -62,14 +62,14 @@ def _backward(q, k, v, draft_k, draft_v, out, log_sum, dout, walks: Walks, scale
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
     tiles = tiles_for("dq", q)
-    _check(q, k, v, tiles)
+    _check(q, k, v, walks, tiles)
     dq_kernel[heads, num_queries // tiles.queries](
         q, k, v, draft_k, draft_v, *intervals, walks.of_queries(tiles), out, log_sum, dout, dq, delta,
         *_strides(q, k, v, draft_k, draft_v, out, dout, dq), num_queries, scale * LOG2_E, scale,
         **sizes, M=tiles.queries, N=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     tiles = tiles_for("dkv", q)
-    _check(q, k, v, tiles)
+    _check(q, k, v, walks, tiles)
     num_tiles = num_keys // tiles.keys
     apart = heads > key_heads and options.heads_apart(key_heads * num_tiles, q.device)
     parts = q.new_empty(2, num_keys, heads, channels, dtype=torch.float32) if apart else None
@@ -119,7 +119,9 @@ def _strides(*tensors: Tensor) -> list[int]:
     return [stride for tensor in tensors for stride in (tensor.stride(1), tensor.stride(0))]
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, walks: Walks, tiles: Tiles) -> None:
+    made_for = walks.num_queries, walks.num_keys
+    assert (q.shape[1], k.shape[1]) == made_for, f"walks of {made_for} queries and keys, tensors of {q.shape[1], k.shape[1]}"
     assert k.shape == v.shape and k.shape[2] == q.shape[2] and q.shape[0] % k.shape[0] == 0, (q.shape, k.shape, v.shape)
     whole = q.shape[1] % tiles.queries == 0 and k.shape[1] % tiles.keys == 0 and q.shape[1] % tiles.keys == 0
     assert whole, f"{q.shape[1]} queries and {k.shape[1]} keys are not whole tiles of {tiles}"

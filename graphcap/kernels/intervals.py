@@ -20,7 +20,9 @@ CONTEXT, PARTLY, DRAFT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # wh
 def _rows(start, first, stride, ROWS: tl.constexpr, C: tl.constexpr, PAD: tl.constexpr):
     """ROWS rows of C numbers from the first on, [ROWS, PAD]; beyond C zeros."""
     channel = tl.arange(0, PAD)
-    place = start + first * stride + (tl.arange(0, ROWS)[:, None] * stride + channel[None, :])  # the last part stays in a loop
+    place = (
+        start + first * stride + (tl.arange(0, ROWS)[:, None] * stride + channel[None, :])
+    )  # the bracket is the same in every turn
     if C == PAD:
         values = tl.load(place)
     else:
@@ -198,7 +200,7 @@ def _dkv_over(
     num_tiles = tl.cdiv(last - first, M)
     for number in tl.range(0, HEADS * num_tiles):
         head = 0 if HEADS == 1 else number // num_tiles
-        start = tl.multiple_of(first + (number - head * num_tiles) * M, GROUP & -GROUP)  # walks begin at whole groups
+        start = tl.multiple_of(first + (number - head * num_tiles) * M, (GROUP | M) & -(GROUP | M))  # what divides every start
         query_M = start + tl.arange(0, M)
         q_MC = _rows(q + head * q_head, start, q_row, M, C, PAD)
         dout_MC = _rows(dout + head * dout_head, start, dout_row, M, C, PAD)

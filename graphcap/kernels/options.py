@@ -1,6 +1,6 @@
 """Tile sizes of the kernels, by chip and head size. Without an entry the small ones serve, which fit every chip since 8.0.
 
-Called by kernels/attention.py and tools/kernel_targets.py. Loads no triton.
+Called by kernels/attention.py, tools/kernel_targets.py and tools/account.py. Loads no triton.
 """
 
 import functools

@@ -190,13 +190,13 @@ class _Norm(torch.autograd.Function):
         num_rows, dx, dout = total.numel() // width, torch.empty_like(total), dout.contiguous()
         pad = triton.next_power_of_2(width)
         rows = max(2, NUMBERS_OF_NORM // pad)
+        prefetched = rows * pad * total.element_size() <= PREFETCHED_BYTES
         programs = min(PROGRAMS, triton.cdiv(num_rows, rows))
         dweight = torch.empty(programs, width, dtype=torch.float32, device=total.device)
         norm_backward_kernel[(len(dweight),)](
             total, weight, dout if dtotal is None else dtotal.contiguous(), dout, dx, dweight, num_rows, width, ctx.eps,
-            HAS_TOTAL=dtotal is not None, PAD=pad, ROWS=rows,
-            STAGES=3 if rows * pad * total.element_size() <= PREFETCHED_BYTES else 1,
-            num_warps=max(1, rows * pad // NUMBERS_A_WARP),
+            HAS_TOTAL=dtotal is not None, PAD=pad, ROWS=rows, STAGES=3 if prefetched else 1,
+            num_warps=min(32, max(1, rows * pad // (NUMBERS_A_WARP if prefetched else 2 * NUMBERS_A_WARP))),
         )  # fmt: skip
         return dx, dx if ctx.has_other else None, sums.of_parts(dweight, weight.dtype), None
 

@@ -1,10 +1,10 @@
 """How the attention kernels walk: for every tile of queries the keys it passes, for every tile of keys the queries.
 
-Long walks stand first, so that no processor begins one when the others are done: at rows of many documents that is a third
-of the target's attention and a tenth of the drafter's. A walk begins at the first key (or query) that its tile sees, not at a
-whole tile. Made once a row for all layers.
+Long walks stand first, so that no processor begins one when the others are done. A walk begins at the first key (or query)
+that its tile sees, not at a whole tile, unless its last step would leave the row. Made once a row for all layers.
 
-Called by kernels/attention.py. Needs triton, which torch's CUDA builds bring along.
+Called by model/attention.py, read by kernels/attention.py and kernels/intervals.py. Needs triton, which torch's CUDA builds
+bring along.
 """
 
 import torch

@@ -1,10 +1,12 @@
 """Attention under a `Visibility`: our Triton kernels on CUDA, dense attention elsewhere; one visibility for both.
 
 Which body runs is chosen by the device when the model is built, never by a failure. On CUDA the kernels walk over the
-visibility's intervals (kernels/attention.py): no Q×KV boolean and no list of tiles ever exists there.
+visibility's intervals (kernels/attention.py): no Q×KV boolean ever exists there.
 
 Called by model/target.py, model/decode.py, engine/step.py, engine/audit.py, ops/device.py and export.py.
 """
+
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,9 @@ from torch import Tensor
 
 from graphcap import kernels
 from graphcap.model.blocks import Visibility
+
+if TYPE_CHECKING:  # needs triton
+    from graphcap.kernels.walks import Walks
 
 TILE = 128  # rows and draft tokens come in multiples of it: whole tiles for every kernel
 Pair = tuple[Tensor, Tensor]
@@ -60,15 +65,20 @@ class IntervalAttention:
 
         self.kernels, self.walks = interval_attention, Walks
 
-    def mask(self, visibility: Visibility, num_queries: int):
+    def mask(self, visibility: Visibility, num_queries: int) -> "Walks":
         """How the kernels walk: of one forward. num_queries and the context's length must be multiples of TILE."""
         assert num_queries % TILE == 0 and visibility.num_context % TILE == 0, (
             f"{num_queries} queries, {visibility.num_context} context tokens: not whole tiles of {TILE}"
         )
-        seen = visibility
-        return self.walks(seen.low_R, seen.high_R, group=seen.group, num_queries=num_queries, num_keys=seen.num_context)
+        return self.walks(
+            visibility.low_R,
+            visibility.high_R,
+            group=visibility.group,
+            num_queries=num_queries,
+            num_keys=visibility.num_context,
+        )
 
-    def __call__(self, q_HQC: Tensor, context: Pair, blocks: Pair | None, mask, scale: float) -> Tensor:
+    def __call__(self, q_HQC: Tensor, context: Pair, blocks: Pair | None, mask: "Walks", scale: float) -> Tensor:
         width, more = context[1].shape[-1], q_HQC.shape[-1] - context[1].shape[-1]
         if more:  # values narrower than queries: as wide with zeros
             context, blocks = (

@@ -147,7 +147,9 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x_QD: Tensor, added_QD: Tensor | None, table, context, attend) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x_QD: Tensor, added_QD: Tensor | None, table: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], attend
+    ) -> tuple[Tensor, Tensor]:
         x_QD, normed_QD = self.input_layernorm.after(x_QD, added_QD)
         x_QD, normed_QD = self.post_attention_layernorm.after(x_QD, self.self_attn(normed_QD, table, context, attend))
         return x_QD, self.mlp(normed_QD)

@@ -95,7 +95,7 @@ def linear(x_SD: Tensor, *weights: Tensor) -> Tensor:
 
 
 def without_first(x_NKD: Tensor) -> Tensor:
-    """[N·(K-1), D]: of every block all but its first token."""
+    """[N·(K-1), D] of [N, K, D], in any dtype: of every block all but its first token. Capture: safe."""
     return _WithoutFirst.apply(x_NKD)
 
 

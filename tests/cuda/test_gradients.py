@@ -1,7 +1,7 @@
 """Every gradient of a micro step by our kernels against plain float32 operations of the same numbers.
 
-Within 1 % of it, relative L2; where bfloat16 makes more of it (the gradient of a norm's weight is a small sum of large
-summands), no farther than torch's own operations in bfloat16 on the same row, and a quarter.
+Within 1 % of it, relative L2; where bfloat16 makes more of it, no farther than a quarter more than torch's own operations in
+bfloat16 on the same row. Norms' weights, whose gradients are small sums of large summands, and matrices each by themselves.
 """
 
 import random
@@ -59,7 +59,9 @@ def test_every_gradient_is_the_float32_references(head_dim, key_heads):
             arrays["anchors"][first : first + 8] += 1  # must fail: a few blocks of another place
             other = gradients(plain, arrays)
         errors, of_torch = ({name: relative(one[name] - exact[name], exact[name]) for name in one} for one in (ours, torchs))
-        most = max(MOST, 1.25 * max(of_torch.values()))
-        print(f"largest {max(errors.values()):.2%} {max(errors, key=errors.get)}; torch's {max(of_torch.values()):.2%}")
-        assert max(errors.values()) <= most, errors
-        assert max(relative(ours[name] - other[name], other[name]) for name in ours) > most
+        for kind, names in (("norms", [n for n in ours if "norm" in n]), ("matrices", [n for n in ours if "norm" not in n])):
+            largest, torchs_largest = (max(one[name] for name in names) for one in (errors, of_torch))
+            print(f"{kind}: largest {largest:.2%}; torch's {torchs_largest:.2%}")
+            most = max(MOST, 1.25 * torchs_largest)
+            assert largest <= most, {name: errors[name] for name in names}
+            assert max(relative(ours[name] - other[name], other[name]) for name in names) > most

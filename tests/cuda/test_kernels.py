@@ -148,7 +148,7 @@ def halves(device, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, device=device).bfloat16().requires_grad_()
 
 
-@pytest.mark.parametrize("width", [576, 1024, 4096])
+@pytest.mark.parametrize("width", [576, 1024, 4096, 5120])
 def test_norm_and_gate_are_the_plain_ones(device, width):
     fresh_seed()
     x, other, weight = halves(device, 3000, width), halves(device, 3000, width), halves(device, width)
