@@ -96,7 +96,7 @@ def build(recipe: Recipe, *, continued: dict | None, say, recorder: Recorder) ->
         _check_disk(recipe, load_config(recipe.target.path, **where), dtype)
     tokenizer, skeleton = load_tokenizer(recipe.target.path, **where), load_skeleton(recipe.target.path, **where)
     drafter_config, mask_name = configure_drafter(recipe, skeleton, tokenizer)
-    frame = frame_of(skeleton, drafter_config)
+    frame, millions = frame_of(skeleton, drafter_config), _millions(skeleton)
     layout = lay_out(recipe, tokenizer, frame, continued, say, note=recorder.note)
     memory = memory_of(recipe, skeleton, drafter_config, dtype, stored=bool(recipe.features.path))
     room = Room(recipe, layout.documents.in_order, frame, memory, room_bytes(recipe, device))
@@ -112,7 +112,7 @@ def build(recipe: Recipe, *, continued: dict | None, say, recorder: Recorder) ->
     elif not target.is_lean:
         place = f"rows by transformers' layers, {place}"
     say(
-        f"target    {recipe.target.path}: {_millions(skeleton)} M parameters, {place}, layers {taps} tapped, "
+        f"target    {recipe.target.path}: {millions} M parameters, {place}, layers {taps} tapped, "
         f"MASK is {mask_name}, fingerprint {identity.fingerprint}{_at_commit(identity)}  ({time.monotonic() - begin:.0f} s)"
     )
     drafter = make_drafter(recipe, drafter_config)

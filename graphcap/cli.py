@@ -249,7 +249,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.verb in ("train", "extract", "shapes") and not any(word.startswith("-") for word in rest):
         options.overrides += rest  # overrides may stand behind an option too
     elif rest:
-        options.parser.error(f"unrecognized: {' '.join(rest)}")
+        unknown = [word for word in rest if word.startswith("-")] if hasattr(options, "overrides") else rest
+        options.parser.error(f"unrecognized: {' '.join(unknown or rest)}")
     try:
         return options.run(options)
     except GraphcapError as error:
@@ -366,7 +367,9 @@ def _export(options) -> int:
 
 
 def _extract(options) -> int:
-    if (options.check is None) == (options.recipe is None):
+    if options.check is not None and options.recipe is not None:
+        options.parser.error("RECIPE writes a folder, --check FOLDER reads one: not both at once")
+    if options.check is None and options.recipe is None:
         options.parser.error("give RECIPE, or --check FOLDER; for example: graphcap extract runs/tiny.toml --out FOLDER")
     if options.check is not None and (options.out is not None or options.eager):
         options.parser.error("--check reads the folder it names; --out and --eager belong to RECIPE")

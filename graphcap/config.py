@@ -389,13 +389,17 @@ def _from_toml(value, field: dataclasses.Field, where: str):
 
 
 def _from_text(text: str, field: dataclasses.Field, where: str):
-    """An override's text as the field's type; lists are separated by commas."""
+    """An override's text as the field's type; lists are separated by commas, quoted as in a recipe or not."""
     kind = field.type
     if isinstance(kind, types.GenericAlias):
         item = typing.get_args(kind)[0]
-        parts = [part.strip() for part in text.strip("[]").split(",") if part.strip()]
+        parts = [_unquoted(part.strip()) for part in text.strip("[]").split(",") if part.strip()]
         return tuple(_scalar(part, item, field, where) for part in parts)
     return _scalar(text, kind, field, where)
+
+
+def _unquoted(text: str) -> str:
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text
 
 
 def _scalar(text: str, kind: type, field: dataclasses.Field, where: str):

@@ -174,7 +174,7 @@ def _write(work: Work, target: Target, writer, *, eager: bool, caller: Caller) -
             if caller.asked_to_stop():
                 break
     took_s = max(time.monotonic() - begin, 1e-9)
-    caller.say(f"wrote     {num_bytes / 1e9:.2f} GB in {took_s:.0f} s, {num_bytes / 1e9 / took_s:.2f} GB/s with warm-up")
+    caller.say(f"wrote     {num_bytes / 1e9:.2f} GB in {took_s:.0f} s, {num_bytes / 1e6 / took_s:,.0f} MB/s with warm-up")
     return num_written
 
 

@@ -17,7 +17,7 @@ from graphcap.data.conversations import Documents, load_documents
 from graphcap.data.costs import Costs, Sizes
 from graphcap.data.documents import DocumentList, DocumentsById
 from graphcap.data.packing import Schedule
-from graphcap.data.planner import Shapes, lengthened, plan
+from graphcap.data.planner import Shapes, fitted, lengthened, plan
 from graphcap.data.prompts import load_prompts
 from graphcap.data.reading import Means
 from graphcap.engine import memory
@@ -220,7 +220,8 @@ def _row_length(recipe: Recipe, lengths, anchors, frame: Frame) -> int:
     if recipe.shapes.rows == "single" or recipe.optimizer.rows_per_update:
         return 0
     most_length = recipe.optimizer.tokens_per_update // ROWS_OF_AN_UPDATE
-    return lengthened(lengths, anchors, block_size=frame.config.block_size, costs=frame.costs, most_length=most_length)
+    how = {"block_size": frame.config.block_size, "costs": frame.costs, "most_length": most_length}
+    return fitted(lengthened(lengths, anchors, **how), lengths, anchors, window=recipe.shapes.window, **how)
 
 
 def schedule_of(recipe: Recipe, documents: DocumentList, shapes: Shapes) -> Schedule:

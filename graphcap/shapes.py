@@ -196,13 +196,14 @@ def lines(told: dict) -> list[str]:
     """The report as a table for people."""
     rows, documents = told["rows"], told["documents"]
     each, held = told["anchors"] / documents, gib(told["held_bytes"])
+    updates = "updates" if told["updates"] > 1 else "update"
     found = [
         f"documents {documents:,} of {told['tokens']:,} tokens, {told['supervised_tokens']:,} of them supervised",
         f"rows      {rows:,} an epoch, {documents / rows:.1f} documents each; {each:.1f} anchors a document",
         f"fill      {told['token_fill']:.1%} of tokens, {told['anchor_fill']:.1%} of anchor slots",
         f"blocks    cover {told['covered_share']:.1%} of the supervised tokens in an epoch",
-        f"epoch     {told['updates']:,} updates of {told['rows_per_update']} rows, {_duration(told['epoch_s'])} "
-        f"{told['predicted']}; padding is {told['padding_share']:.1%} of it",
+        f"epoch     {told['updates']:,} {updates} of at most {told['rows_per_update']} rows, "
+        f"{_duration(told['epoch_s'])} {told['predicted']}; padding is {told['padding_share']:.1%} of it",
         f"memory    {gib(told['needed_bytes'])} predicted, {held} of it for target, drafter and optimizer",
         *([f"buckets   {ONE_IS_BEST}"] if told["one_bucket_is_best"] else []),
         "",
@@ -231,6 +232,8 @@ def marks(told: dict) -> dict[int, list[str]]:
 
 
 def _duration(seconds: float) -> str:
+    if seconds < 1:
+        return f"{1e3 * seconds:.0f} ms"
     return f"{seconds / 60:,.1f} minutes" if seconds >= 90 else f"{seconds:.1f} s"
 
 

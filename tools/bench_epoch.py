@@ -212,7 +212,7 @@ def measure(name: str, step: DrafterStep, options, costs: Costs) -> dict:
         found[way] = {"measured_s": measured_s, "predicted_s": predicted / PS_PER_S, "rows": len(rows), "buckets": names}
     engine.close()
     padded = of_batches(lengths, anchors, costs, 0)
-    if "padded" in options.ways:
+    if "padded" in options.ways.split(","):
         predicted_s = padded["rows_ps"] / PS_PER_S
         measured_s = predicted_s * padded_ratio(step, lengths, anchors, costs, options.times)
         found["padded"] = {"predicted_s": predicted_s, "measured_s": measured_s, "buckets": f"{NUM_BATCHES} batches measured"}
@@ -233,6 +233,14 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=10, help="replays that a measured cost is the median of")
     parser.add_argument("--row-length", type=int, help="cut rows and documents to so many tokens: for a CPU, or a small GPU")
     options = parser.parse_args()
+    for flag, given, known in (("--sets", options.sets, ROW_LENGTH), ("--ways", options.ways, WAYS.split(","))):
+        unknown = [one for one in given.split(",") if one not in known]
+        if unknown:
+            parser.error(f"{flag}: {', '.join(unknown)}: expected some of {', '.join(known)}")
+    if min(options.documents, options.times) < 1:
+        parser.error("--documents and --times: at least 1")
+    if options.size != "toy" and not torch.cuda.is_available():
+        parser.error("no CUDA GPU here: give --size toy")
     for name in options.sets.split(","):
         ROW_LENGTH[name] = min(ROW_LENGTH[name], options.row_length or ROW_LENGTH[name])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

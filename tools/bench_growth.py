@@ -62,6 +62,10 @@ def main() -> None:
     parser.add_argument("--document", type=int, default=512, help="tokens of a document")
     parser.add_argument("--times", type=int, default=20, help="micro steps that a time is the median of")
     options = parser.parse_args()
+    if options.longest % 1024 or options.most % 64 or min(options.longest, options.most, options.document, options.times) < 1:
+        parser.error("--longest: a multiple of 1024; --most: of 64; --document and --times: at least 1")
+    if options.size != "toy" and not torch.cuda.is_available():
+        parser.error("no CUDA GPU here: give --size toy")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     use_deterministic_math()
     step, parts = make_step(options.size, device), range(1, 9)

@@ -174,6 +174,10 @@ def main() -> None:
     parser.add_argument("--tokens-per-update", type=int, default=32_768)
     parser.add_argument("--features", action="store_true", help="from disk, extracted first")
     options = parser.parse_args()
+    if min(options.documents, options.max_length, options.row_length, options.tokens_per_update) < 1:
+        parser.error("--documents, --max-length, --row-length and --tokens-per-update: at least 1")
+    if options.size != "toy" and not torch.cuda.is_available():
+        parser.error("no CUDA GPU here: give --size toy, as the help shows")
     with tempfile.TemporaryDirectory() as folder:
         found = bench(Path(folder), options)
     idle = "not measured" if found["idle_share"] is None else f"{found['idle_share']:.1%}"

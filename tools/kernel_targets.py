@@ -148,7 +148,8 @@ def usage(cubin: bytes) -> tuple[int, int]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--capability", action="append", help="for example 9.0; left out: all of them")
+    known = [f"{major}.{minor}" for major, minor in SHARED_BYTES]
+    parser.add_argument("--capability", action="append", choices=known, help="left out: all of them")
     options_ = parser.parse_args()
     chips = [tuple(map(int, one.split("."))) for one in options_.capability or []] or list(SHARED_BYTES)
     results, too_large = [], 0

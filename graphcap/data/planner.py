@@ -25,6 +25,7 @@ TILE_TOKENS = 128
 # Rows shorter than this waste launches, so short documents share rows at least this long where there are enough.
 LEAST_ROW_TOKENS = 2048
 _LEAST_ROWS = 64  # of an epoch, where rows are made longer than the documents need
+_EMPTY_PERCENT = 3  # over the time of rows without padding, and other lengths of rows are tried
 _MAX_FILE_BYTES = 64 * 1024
 _MOST_ROW_PS = 1 << 56  # 20 hours: times of a row and their sums are int64
 ROWS = ("packed", "single")
@@ -237,23 +238,19 @@ def plan(
             "recipe key", "shapes.row_length", expected=f"a multiple of {TILE_TOKENS}", got=str(row_length), fix=f"write {near}"
         )
     length = row_length or _least_length(lengths, rows)
-    unit = TILE_TOKENS // math.gcd(TILE_TOKENS, block_size)  # N in these units makes N · block_size whole tiles
-    largest = Bucket(length, search.round_up(int(anchor_counts.max()), unit))
-    fix = f"set shapes.row_length={search.round_up(int(lengths.max()), TILE_TOKENS)} or more"
-    fix += ', or lower data.max_length with data.on_long = "truncate" or "drop"'
-    check_fit(largest, lengths, anchor_counts, name_of=name_of, fix=fix)
-    problem = search.Problem(
+    problem = _problem(
         lengths,
         anchor_counts,
-        largest=largest,
-        costs=costs,
+        length,
         block_size=block_size,
-        tile=TILE_TOKENS,
-        unit=unit,
+        costs=costs,
         window=window,
         max_buckets=max_buckets,
         epochs=epochs,
     )
+    fix = f"set shapes.row_length={search.round_up(int(lengths.max()), TILE_TOKENS)} or more"
+    fix += ', or lower data.max_length with data.on_long = "truncate" or "drop"'
+    check_fit(problem.largest, lengths, anchor_counts, name_of=name_of, fix=fix)
     density = float(anchor_density)
     return Shapes(
         buckets=search.packed(problem) if rows == "packed" else search.single(problem),
@@ -266,6 +263,13 @@ def plan(
         rows=rows,
         costs=costs,
     )
+
+
+def _problem(lengths: np.ndarray, anchor_counts: np.ndarray, length: int, *, block_size: int, **how) -> search.Problem:
+    unit = TILE_TOKENS // math.gcd(TILE_TOKENS, block_size)  # N in these units makes N · block_size whole tiles
+    largest = Bucket(length, search.round_up(int(anchor_counts.max()), unit))
+    sizes = {"largest": largest, "block_size": block_size, "tile": TILE_TOKENS, "unit": unit}
+    return search.Problem(lengths, anchor_counts, **sizes, **how)
 
 
 def _least_length(lengths: np.ndarray, rows: str) -> int:
@@ -285,6 +289,36 @@ def lengthened(lengths: np.ndarray, anchor_counts: np.ndarray, *, block_size: in
             break
         length *= 2
     return length
+
+
+def fitted(
+    length: int,
+    lengths: np.ndarray,
+    anchor_counts: np.ndarray,
+    *,
+    block_size: int,
+    costs: Costs,
+    window: int,
+    most_length: int,
+) -> int:
+    """That row length, or where documents leave such rows too empty, one between its half and its double that costs less.
+
+    As where all are nearly as long as each other, and whole numbers of them fill few lengths. lengths, anchor_counts: int [n].
+    most_length: as for `lengthened`, and never so long that there are fewer than 64 rows, unless it is shorter than `length`.
+    """
+
+    def one(tokens: int) -> tuple[int, int]:
+        how = {"costs": costs, "window": window, "max_buckets": 1, "epochs": 1}
+        return search.least_of_one(_problem(lengths, anchor_counts, tokens, block_size=block_size, **how))
+
+    cost, bound = one(length)
+    if 100 * cost <= (100 + _EMPTY_PERCENT) * bound:
+        return length
+    step = search.round_up(length // 16, TILE_TOKENS)
+    shortest = max(length // 2, search.round_up(int(lengths.max()), TILE_TOKENS))
+    longest = max(length, min(2 * length - step, most_length, int(lengths.sum()) // _LEAST_ROWS))
+    costs_of = {tokens: one(tokens)[0] for tokens in range(search.round_up(shortest, TILE_TOKENS), longest + 1, step)}
+    return min(costs_of, key=costs_of.get) if 100 * min(costs_of.values(), default=cost) < 99 * cost else length
 
 
 def _histogram(lengths: np.ndarray, anchor_counts: np.ndarray) -> dict:

@@ -70,9 +70,7 @@ def round_up(number: int, unit: int) -> int:
 def packed(problem: Problem) -> tuple[Bucket, ...]:
     """Buckets for rows of several documents, largest first. The first holds every document."""
     sample = _Sample(problem)
-    slots = [problem.largest.num_anchors, *(_mean(problem, problem.largest.length) * m // 100 for m in _MARGINS)]
-    ones = [problem.padded(problem.largest.length, max(n, problem.largest.num_anchors)) for n in slots]
-    best, cost = sample.cheapest([(bucket,) for bucket in dict.fromkeys(ones)])
+    best, cost = _one(problem, sample)
     while len(best) < problem.max_buckets:
         if cost - sample.bound < problem.price(cost):
             break  # even rows without any padding would not pay for another bucket
@@ -89,6 +87,18 @@ def packed(problem: Problem) -> tuple[Bucket, ...]:
             break
         best, cost = fewer, found
     return best
+
+
+def least_of_one(problem: Problem) -> tuple[int, int]:
+    """Predicted time of an epoch in the best single bucket, and in rows without any padding, ps."""
+    sample = _Sample(problem)
+    return _one(problem, sample)[1], sample.bound
+
+
+def _one(problem: Problem, sample: _Sample) -> tuple[tuple[Bucket, ...], int]:
+    slots = [problem.largest.num_anchors, *(_mean(problem, problem.largest.length) * m // 100 for m in _MARGINS)]
+    ones = [problem.padded(problem.largest.length, max(n, problem.largest.num_anchors)) for n in slots]
+    return sample.cheapest([(bucket,) for bucket in dict.fromkeys(ones)])
 
 
 def single(problem: Problem) -> tuple[Bucket, ...]:

@@ -150,6 +150,11 @@ def test_recipes_and_overrides_survive_being_written_and_read(tmp_path):
     assert recipe.drafter.target_layer_ids == (1, 3) and recipe.optimizer.epochs == 3
 
 
+def test_a_list_may_be_given_as_a_recipe_writes_it():
+    for text in ("a.jsonl, b.jsonl", '["a.jsonl", "b.jsonl"]', "['a.jsonl',b.jsonl]"):
+        assert config.load_recipe(TINY, [f"data.train={text}"]).data.train == ("a.jsonl", "b.jsonl")
+
+
 def test_grow_keys_may_grow_and_free_keys_may_change_but_same_keys_may_not():
     old = config.load_recipe(TINY)
     config.check_resume(old, config.load_recipe(TINY, ["optimizer.epochs=9", "checkpoint.keep=5"]))

@@ -14,7 +14,7 @@ from graphcap.data import search
 from graphcap.data.costs import ASSUMED, Costs
 from graphcap.data.forecast import forecast, imbalance
 from graphcap.data.packing import PACKING_VERSION, Schedule, num_anchors_of
-from graphcap.data.planner import Bucket, Shapes, fingerprint, lengthened, plan
+from graphcap.data.planner import Bucket, Shapes, fingerprint, fitted, lengthened, plan
 from graphcap.errors import ConfigError, DataError
 
 FREE = dataclasses.replace(ASSUMED, bucket_ps=0)  # so that buckets pay for themselves on few documents too
@@ -322,3 +322,24 @@ def test_rows_are_lengthened_while_the_constant_counts_and_updates_and_documents
     longest = length()
     assert longest * 64 <= lengths.sum() < longest * 128 and longest % 128 == 0
     assert length(lengths=lengths[:100]) == 2048
+
+
+def test_rows_fit_documents_that_are_nearly_as_long_as_each_other():
+    rng = np.random.default_rng(secrets.randbits(32))
+    settings = {"block_size": 16, "costs": ASSUMED, "window": 4096}
+
+    def epoch_ps(lengths, length):
+        anchors = np.maximum(1, lengths // 6)
+        how = {"anchor_density": 1 / 6, "max_buckets": 1, "row_length": length}
+        (bucket,) = plan(lengths, anchors, **how, **settings).buckets
+        return len(lengths) / (bucket.length // lengths.max()) * ASSUMED.bucket(bucket.length, bucket.num_anchors, 16)
+
+    alike = rng.integers(700, 721, 210)
+    found = fitted(2048, alike, np.maximum(1, alike // 6), most_length=4096, **settings)
+    assert found == 2176, "three of at most 720"
+    assert epoch_ps(alike, found) < 0.75 * epoch_ps(alike, 2048)
+    assert fitted(2048, alike, np.maximum(1, alike // 6), most_length=2048, **settings) in (1472, 1536), (
+        "two, and no longer row"
+    )
+    mixed = rng.integers(20, 1025, 2000)
+    assert fitted(2048, mixed, np.maximum(1, mixed // 6), most_length=1 << 20, **settings) == 2048
