@@ -18,7 +18,7 @@ from graphcap.kernels import copy_rows_, sums
 PROGRAMS = 1056  # that share the rows where a weight's gradient is summed
 NUMBERS, WARPS = 2048, 8  # of a program of the gate
 PREFETCHED_BYTES = 16 << 10  # of the largest tile that is: six of them fit 99 KB of shared memory
-NUMBERS_OF_NORM, NUMBERS_A_WARP = 4096, 1024  # of a tile of rows in the norm's backward; at least two rows
+NUMBERS_OF_NORM, NUMBERS_A_WARP = 4096, 1024  # of a tile of rows in the norm's backward; two rows of so many
 
 
 @triton.jit
@@ -189,14 +189,14 @@ class _Norm(torch.autograd.Function):
         width = total.shape[-1]
         num_rows, dx, dout = total.numel() // width, torch.empty_like(total), dout.contiguous()
         pad = triton.next_power_of_2(width)
-        rows = max(2, NUMBERS_OF_NORM // pad)
+        rows = max(2 if pad <= NUMBERS_OF_NORM else 1, NUMBERS_OF_NORM // pad)
         prefetched = rows * pad * total.element_size() <= PREFETCHED_BYTES
         programs = min(PROGRAMS, triton.cdiv(num_rows, rows))
         dweight = torch.empty(programs, width, dtype=torch.float32, device=total.device)
         norm_backward_kernel[(len(dweight),)](
             total, weight, dout if dtotal is None else dtotal.contiguous(), dout, dx, dweight, num_rows, width, ctx.eps,
             HAS_TOTAL=dtotal is not None, PAD=pad, ROWS=rows, STAGES=3 if prefetched else 1,
-            num_warps=min(32, max(1, rows * pad // (NUMBERS_A_WARP if prefetched else 2 * NUMBERS_A_WARP))),
+            num_warps=min(32, max(1, rows * pad // NUMBERS_A_WARP)),
         )  # fmt: skip
         return dx, dx if ctx.has_other else None, sums.of_parts(dweight, weight.dtype), None
 
