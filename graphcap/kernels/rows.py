@@ -18,7 +18,7 @@ from graphcap.kernels import copy_rows_, sums
 PROGRAMS = 1056  # that share the rows where a weight's gradient is summed
 NUMBERS, WARPS = 2048, 8  # of a program of the gate
 PREFETCHED_BYTES = 16 << 10  # of the largest tile that is: six of them fit 99 KB of shared memory
-NUMBERS_OF_NORM, NUMBERS_A_WARP = 4096, 1024  # of a tile of rows in the norm's backward; two rows of so many
+NUMBERS_OF_NORM, NUMBERS_A_WARP = 4096, 1024  # of a tile of rows in the norm's backward; 4,096 wide, two rows
 
 
 @triton.jit
