@@ -75,9 +75,8 @@ def loss_kernel(logits, label, weight, loss, correct, num_columns, row_stride, C
         total_C, most, beaten = _sum(total_C, most, beaten, logits, start, target, of_label, num_columns, COLUMNS, True)
     if whole < num_columns:
         total_C, most, beaten = _sum(total_C, most, beaten, logits, whole, target, of_label, num_columns, COLUMNS, False)
-    before_C = _columns(
-        logits, target // COLUMNS * COLUMNS, target, COLUMNS, False, True
-    )  # of the label's columns those before it
+    own = target // COLUMNS * COLUMNS  # of the label's own columns those before it
+    before_C = _columns(logits, own, target, COLUMNS, False, True)
     beaten |= tl.max((before_C == of_label).to(tl.int32), 0)
     total = tl.sum(total_C, 0)  # not a number where any logit is none
     log_sum = most * LOG2_E + tl.log2(total)
