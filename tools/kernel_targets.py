@@ -27,6 +27,7 @@ SHARED_BYTES = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, 
 WIDTHS = {"smol": (576, 1536), "q0.6b": (1024, 3072), "q8b": (4096, 12288), "q14b": (5120, 17408)}  # hidden, MLP
 HEADS = {"smol": (9, 3, 64), "q0.6b": (16, 8, 128), "q8b": (32, 8, 128), "head 256": (8, 2, 256)}
 BLOCK_SIZE, NUM_ANCHORS, LENGTH, VOCABULARY = 16, 128, 1024, 49152
+LAUNCH = ("num_warps", "num_stages", "maxnreg")  # what a compiler is told beside the constants
 TYPES = {
     "torch.bfloat16": "*bf16",
     "torch.float32": "*fp32",
@@ -107,7 +108,7 @@ def compiled(chip: tuple[int, int], kernel: JITFunction, arguments: tuple, keywo
         (names.index(name),): [["tt.divisibility", 16]] for name, value in values.items() if divisible(name, value, constexprs)
     }
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constexprs.items()}, attributes)
-    launch = {"num_warps": keywords.get("num_warps", 4), "num_stages": keywords.get("num_stages", 3)}
+    launch = {"num_warps": 4, "num_stages": 3} | {name: keywords[name] for name in LAUNCH if name in keywords}
     done = triton.compile(source, target=GPUTarget("cuda", 10 * chip[0] + chip[1], 32), options=launch)
     registers, spilled = usage(done.asm["cubin"])
     found = {"kernel": kernel.__name__, "shared": done.metadata.shared, "registers": registers, "spilled": spilled}

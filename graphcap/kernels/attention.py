@@ -46,7 +46,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, draft_k: Tensor | None, draft_v: T
         q, k, v, draft_k, draft_v, walks.low_R, walks.high_R, walks.of_queries(tiles), out, log_sum,
         *_strides(q, k, v, draft_k, draft_v, out), num_queries, scale * LOG2_E,
         HEADS=heads // k.shape[0], GROUP=walks.group, C=channels, PAD=padded(channels), HAS_DRAFT=has_draft,
-        M=tiles.queries, N=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
+        M=tiles.queries, N=tiles.keys, **tiles.launch,
     )  # fmt: skip
     return out, log_sum
 
@@ -66,7 +66,7 @@ def _backward(q, k, v, draft_k, draft_v, out, log_sum, dout, walks: Walks, scale
     dq_kernel[heads, num_queries // tiles.queries](
         q, k, v, draft_k, draft_v, *intervals, walks.of_queries(tiles), out, log_sum, dout, dq, delta,
         *_strides(q, k, v, draft_k, draft_v, out, dout, dq), num_queries, scale * LOG2_E, scale,
-        **sizes, M=tiles.queries, N=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
+        **sizes, M=tiles.queries, N=tiles.keys, **tiles.launch,
     )  # fmt: skip
     tiles = tiles_for("dkv", q)
     _check(q, k, v, walks, tiles)
@@ -78,7 +78,7 @@ def _backward(q, k, v, draft_k, draft_v, out, log_sum, dout, walks: Walks, scale
         q, k, v, draft_k, draft_v, *intervals, walks.of_keys(tiles), log_sum, delta, dout, *summands, draft_dk, draft_dv,
         *_strides(q, k, v, draft_k, draft_v, dout, *summands, draft_dk, draft_dv),
         key_heads, num_queries, num_tiles, scale * LOG2_E, scale,
-        **sizes, APART=apart, M=tiles.queries, N=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
+        **sizes, APART=apart, M=tiles.queries, N=tiles.keys, **tiles.launch,
     )  # fmt: skip
     if apart:
         sums.of_heads_(parts, dk, dv)

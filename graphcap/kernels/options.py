@@ -11,12 +11,18 @@ from graphcap.errors import ConfigError
 
 @dataclass(frozen=True)
 class Tiles:
-    """queries, keys: rows of a tile. warps, stages: of a program, as Triton means them."""
+    """queries, keys: rows of a tile. warps, stages: of a program, as Triton means them. registers: at most, of a thread."""
 
     queries: int
     keys: int
     warps: int
     stages: int
+    registers: int | None = None
+
+    @property
+    def launch(self) -> dict[str, int]:
+        """What Triton is told at a launch."""
+        return {"num_warps": self.warps, "num_stages": self.stages} | ({"maxnreg": self.registers} if self.registers else {})
 
 
 SMALL = {  # fit 99 KB of shared memory
@@ -31,16 +37,16 @@ SMALL = {  # fit 99 KB of shared memory
     ("dkv", 256): Tiles(32, 32, 8, 1),
 }
 LARGE = {  # 9.0 and 10.0, 227 KB; measured on 9.0
-    ("forward", 64): Tiles(64, 64, 4, 2),
+    ("forward", 64): Tiles(64, 64, 4, 3, 128),
     ("forward", 128): Tiles(64, 32, 4, 3),
     ("dq", 64): Tiles(64, 32, 4, 3),
-    ("dq", 128): Tiles(64, 32, 4, 2),
-    ("dkv", 64): Tiles(64, 64, 4, 3),
-    ("dkv", 128): Tiles(64, 64, 4, 2),
+    ("dq", 128): Tiles(64, 64, 4, 2),
+    ("dkv", 64): Tiles(32, 64, 4, 3),
+    ("dkv", 128): Tiles(32, 64, 4, 3),
 }
 FLOAT32 = {64: Tiles(32, 32, 4, 1), 128: Tiles(32, 32, 4, 1), 256: Tiles(16, 16, 4, 1)}
 LARGEST = 256  # head size
-PROGRAMS_PER_PROCESSOR = 4  # fewer, and gradients of keys are made head by head
+PROGRAMS_PER_PROCESSOR = 8  # fewer, and gradients of keys are made head by head
 
 
 def options(kernel: str, capability: tuple[int, int], head_dim: int, itemsize: int) -> Tiles:
