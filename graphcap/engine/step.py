@@ -90,17 +90,19 @@ class DrafterStep(Step):
 
     def micro(self, slot: Slot) -> None:
         """Forward and backward of the row in `slot`; gradients and statistics are added to the flat sums. Capture: safe."""
-        blocks, loss_sum, correct_NJ = self._forward(slot)
+        blocks, hidden_MD = self._hidden(slot)
+        loss_sum, correct_NJ, gradient_MD = self._loss(blocks, hidden_MD, with_gradient=True)
         # On this thread, which is the one that captures.
         with torch.autograd.set_multithreading_enabled(False):
-            gradients = torch.autograd.grad(loss_sum, self.state.parameters)
+            gradients = torch.autograd.grad(hidden_MD, self.state.parameters, gradient_MD)
         self.state.accumulate(gradients)
-        self.state.statistics.add_(self._statistics(blocks, loss_sum.detach(), correct_NJ))
+        self.state.statistics.add_(self._statistics(blocks, loss_sum, correct_NJ))
 
     @torch.no_grad()
     def evaluate(self, slot: Slot) -> tuple[Tensor, Tensor]:
         """Forward only: the row's statistics, float32 [4 + J], and which slots are right, bool [N, J]. Capture: safe."""
-        blocks, loss_sum, correct_NJ = self._forward(slot)
+        blocks, hidden_MD = self._hidden(slot)
+        loss_sum, correct_NJ, _ = self._loss(blocks, hidden_MD, with_gradient=False)
         return self._statistics(blocks, loss_sum, correct_NJ), correct_NJ
 
     def update(self) -> None:
@@ -165,20 +167,26 @@ class DrafterStep(Step):
         self.target.features(token_ids_T, slot["position"], features_TF)
         return features_TF
 
-    def _forward(self, slot: Slot) -> tuple[Blocks, Tensor, Tensor]:
+    def _hidden(self, slot: Slot) -> tuple[Blocks, Tensor]:
+        """The row's blocks, and the drafter's hidden states of all draft tokens that are predicted, [N·J, D]."""
         features_TF = self._features(slot)
         blocks = self._blocks(slot)
         context = self.drafter.context(features_TF, slot["position"])
         embeddings_QD = self.target.embed(blocks.token_ids_Q)
         hidden_QD = self.drafter(embeddings_QD, blocks.position_Q, context, self._attend(blocks))
-        loss_sum, correct_M = head_loss(
-            without_first(hidden_QD.unflatten(0, (-1, self.block_size))),
+        return blocks, without_first(hidden_QD.unflatten(0, (-1, self.block_size)))
+
+    def _loss(self, blocks: Blocks, hidden_MD: Tensor, *, with_gradient: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Loss sum, which slots are right, bool [N, J], and the gradient of the hidden states."""
+        loss_sum, correct_M, gradient_MD = head_loss(
+            hidden_MD,
             self.target.head_VD,
             blocks.label_NJ.flatten(),
             blocks.weight_NJ.flatten(),
             chunk_tokens=self.chunk_tokens,
+            with_gradient=with_gradient,
         )
-        return blocks, loss_sum, correct_M.view_as(blocks.label_NJ) & (blocks.weight_NJ > 0)
+        return loss_sum, correct_M.view_as(blocks.label_NJ) & (blocks.weight_NJ > 0), gradient_MD
 
     def _statistics(self, blocks: Blocks, loss_sum: Tensor, correct_NJ: Tensor) -> Tensor:
         """float32 [4 + J]: loss sum, weight sum, labelled blocks, sum of leading matches, right predictions of each slot."""

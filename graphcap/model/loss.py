@@ -23,16 +23,27 @@ def default_chunk(vocab_size: int, itemsize: int) -> int:
     return 1 << max(1, LOGITS_BYTES // (vocab_size * itemsize)).bit_length() - 1
 
 
+@torch.no_grad()
 def head_loss(
-    hidden_MD: Tensor, head_VD: Tensor, label_M: Tensor, weight_M: Tensor, *, chunk_tokens: int
-) -> tuple[Tensor, Tensor]:
-    """Weighted sum of cross-entropies, and which predictions are right.
+    hidden_MD: Tensor, head_VD: Tensor, label_M: Tensor, weight_M: Tensor, *, chunk_tokens: int, with_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Weighted sum of cross-entropies, which predictions are right, and the sum's gradient in the hidden states.
 
     hidden_MD: [M, D] in the head's dtype. head_VD: [V, D], frozen. label_M: int64 [M]. weight_M: float32 [M].
-    Returns the loss sum, float32 [], differentiable in the hidden states, and bool [M]: the largest logit is the label's.
-    Logits are taken to float32 before the softmax. Capture: safe.
+    Returns float32 [], bool [M] (the largest logit is the label's) and, with_gradient, [M, D] in the head's dtype; autograd
+    takes up from there. Logits are taken to float32 before the softmax. Capture: safe.
     """
-    return _HeadLoss.apply(hidden_MD, head_VD, label_M, weight_M, chunk_tokens)
+    gradient_MD = torch.empty_like(hidden_MD) if with_gradient else None
+    loss_M = torch.empty_like(weight_M)
+    correct_M = torch.empty_like(label_M, dtype=torch.bool)
+    logits_CV = hidden_MD.new_empty(min(chunk_tokens, hidden_MD.shape[0]), head_VD.shape[0])
+    for first in range(0, hidden_MD.shape[0], chunk_tokens):
+        part = slice(first, first + chunk_tokens)
+        logits_MV = torch.mm(hidden_MD[part], head_VD.T, out=logits_CV[: hidden_MD[part].shape[0]])
+        chunk_loss_(logits_MV, label_M[part], weight_M[part], loss_M[part], correct_M[part])
+        if with_gradient:
+            torch.mm(logits_MV, head_VD, out=gradient_MD[part])
+    return loss_M.sum(), correct_M, gradient_MD
 
 
 def chunk_loss(logits_MV: Tensor, label_M: Tensor, weight_M: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -57,27 +68,3 @@ def chunk_loss_(logits_MV: Tensor, label_M: Tensor, weight_M: Tensor, loss_M: Te
     loss_M.copy_(losses)
     correct_M.copy_(correct)
     logits_MV.copy_(gradient)
-
-
-class _HeadLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden_MD, head_VD, label_M, weight_M, chunk_tokens):
-        needs_gradient = ctx.needs_input_grad[0]
-        gradient_MD = torch.empty_like(hidden_MD) if needs_gradient else None
-        loss_M = torch.empty_like(weight_M)
-        correct_M = torch.empty_like(label_M, dtype=torch.bool)
-        logits_CV = hidden_MD.new_empty(min(chunk_tokens, hidden_MD.shape[0]), head_VD.shape[0])
-        for first in range(0, hidden_MD.shape[0], chunk_tokens):
-            part = slice(first, first + chunk_tokens)
-            logits_MV = torch.mm(hidden_MD[part], head_VD.T, out=logits_CV[: hidden_MD[part].shape[0]])
-            chunk_loss_(logits_MV, label_M[part], weight_M[part], loss_M[part], correct_M[part])
-            if needs_gradient:
-                torch.mm(logits_MV, head_VD, out=gradient_MD[part])
-        ctx.save_for_backward(*([gradient_MD] if needs_gradient else []))
-        ctx.mark_non_differentiable(correct_M)
-        return loss_M.sum(), correct_M
-
-    @staticmethod
-    def backward(ctx, upstream, _):
-        (gradient_MD,) = ctx.saved_tensors
-        return gradient_MD * upstream.to(gradient_MD.dtype), None, None, None, None

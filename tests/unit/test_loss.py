@@ -15,7 +15,7 @@ def random_inputs(dtype=torch.float64):
     fresh_seed()
     weight = torch.rand(TOKENS) + 0.1
     weight[::5] = 0
-    hidden = torch.randn(TOKENS, SIZE, dtype=dtype, requires_grad=True)
+    hidden = torch.randn(TOKENS, SIZE, dtype=dtype)
     return hidden, torch.randn(VOCAB, SIZE, dtype=dtype), torch.randint(0, VOCAB, (TOKENS,)), weight
 
 
@@ -27,73 +27,73 @@ def reference(hidden, head, label, weight):
     return loss.detach(), torch.autograd.grad(loss, hidden)[0]
 
 
+def loss_of(hidden, head, label, weight):
+    return head_loss(hidden, head, label, weight, chunk_tokens=7, with_gradient=True)
+
+
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 16, TOKENS, 1000])
 def test_loss_and_gradient_are_torchs_cross_entropy_for_every_chunk_size(chunk_tokens):
     inputs = random_inputs()
-    loss, _ = head_loss(*inputs, chunk_tokens=chunk_tokens)
-    (gradient,) = torch.autograd.grad(3 * loss, inputs[0])
+    loss, _, gradient = head_loss(*inputs, chunk_tokens=chunk_tokens, with_gradient=True)
     expected, expected_gradient = reference(*inputs)
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)  # logits are float32 by design
-    torch.testing.assert_close(gradient, 3 * expected_gradient, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-5)
     label = inputs[2].clone()
     label[1] = (label[1] + 1) % VOCAB  # must fail: one label
     wrong, wrong_gradient = reference(inputs[0], inputs[1], label, inputs[3])
-    for left, right in ((loss.double(), wrong), (gradient, 3 * wrong_gradient)):
+    for left, right in ((loss.double(), wrong), (gradient, wrong_gradient)):
         with pytest.raises(AssertionError):
             torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5)
 
 
 def test_rows_of_weight_0_have_no_gradient_and_no_loss():
     hidden, head, label, weight = random_inputs()
-    loss, _ = head_loss(hidden, head, label, weight, chunk_tokens=7)
-    (gradient,) = torch.autograd.grad(loss, hidden)
+    loss, _, gradient = loss_of(hidden, head, label, weight)
     assert not gradient[weight == 0].any() and gradient[weight > 0].abs().sum(1).all()
-    other = hidden.detach().clone()
+    other = hidden.clone()
     other[weight == 0] = 1e6
-    assert torch.equal(head_loss(other, head, label, weight, chunk_tokens=7)[0], loss.detach())
+    assert torch.equal(loss_of(other, head, label, weight)[0], loss)
     other[weight > 0] *= 1.01  # must fail
-    assert not torch.equal(head_loss(other, head, label, weight, chunk_tokens=7)[0], loss.detach())
+    assert not torch.equal(loss_of(other, head, label, weight)[0], loss)
 
 
 def test_correct_flags_are_the_argmax_of_the_logits():
     hidden, head, _, weight = random_inputs()
     right = (hidden @ head.T).argmax(1)
     label = torch.where(torch.rand(TOKENS) > 0.5, right, (right + 1) % VOCAB)
-    _, correct = head_loss(hidden, head, label, weight, chunk_tokens=7)
+    _, correct, _ = loss_of(hidden, head, label, weight)
     assert correct.dtype == torch.bool and correct.tolist() == (label == right).tolist()
     assert 0 < correct.sum() < TOKENS
 
 
 def test_the_loss_sums_over_its_rows_however_they_are_split():
     hidden, head, label, weight = random_inputs()
-    parts = [head_loss(hidden[p], head, label[p], weight[p], chunk_tokens=16)[0] for p in (slice(0, 20), slice(20, None))]
-    torch.testing.assert_close(sum(parts), head_loss(hidden, head, label, weight, chunk_tokens=16)[0])
+    parts = [loss_of(hidden[p], head, label[p], weight[p])[0] for p in (slice(0, 20), slice(20, None))]
+    torch.testing.assert_close(sum(parts), loss_of(hidden, head, label, weight)[0])
 
 
 @pytest.mark.parametrize("size", [1e4, 1e15, 1e18])
 def test_huge_logits_stay_finite(size):
     hidden, head, label, weight = random_inputs(torch.float32)
-    loss, _ = head_loss(hidden * size, head, label, weight, chunk_tokens=16)
-    (gradient,) = torch.autograd.grad(loss, hidden)
+    loss, _, gradient = loss_of(hidden * size, head, label, weight)
     assert torch.isfinite(loss) and torch.isfinite(gradient).all() and loss > size / 10
 
 
 def test_bfloat16_loss_and_gradient_stay_near_float64():
     hidden, head, label, weight = random_inputs()
-    hidden, head = hidden.detach().bfloat16().requires_grad_(), head.bfloat16()
-    loss, _ = head_loss(hidden, head, label, weight, chunk_tokens=16)
-    (gradient,) = torch.autograd.grad(loss, hidden)
+    hidden, head = hidden.bfloat16(), head.bfloat16()
+    loss, _, gradient = loss_of(hidden, head, label, weight)
     expected, expected_gradient = reference(hidden, head, label, weight)
     assert gradient.dtype == torch.bfloat16 and loss.dtype == torch.float32
     assert abs(loss.item() - expected.item()) < 2**-7 * expected.item()
     assert (gradient.double() - expected_gradient).abs().max() < 2**-6 * expected_gradient.abs().max()
 
 
-def test_evaluation_keeps_no_gradient():
-    hidden, head, label, weight = random_inputs()
-    with torch.no_grad():
-        loss, _ = head_loss(hidden, head, label, weight, chunk_tokens=16)
-    assert not loss.requires_grad and head_loss(hidden, head, label, weight, chunk_tokens=16)[0].requires_grad
+def test_evaluation_makes_no_gradient_and_the_same_loss():
+    inputs = random_inputs()
+    loss, correct, gradient = head_loss(*inputs, chunk_tokens=7, with_gradient=False)
+    expected = loss_of(*inputs)
+    assert gradient is None and torch.equal(loss, expected[0]) and torch.equal(correct, expected[1])
 
 
 def test_a_block_without_its_first_token_is_torchs_slice_forward_and_backward():
