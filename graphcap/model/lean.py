@@ -98,25 +98,31 @@ class LeanLayers:
         x_TD, added_TD = self.embedding(token_ids_T), None
         table = _row_table(self.rotary(x_TD, position_T[None]))
         for number, layer in enumerate(self.layers):
-            x_TD, added_TD = _layer(layer, x_TD, added_TD, table, attend)
-            if number in taps:
-                torch.add(x_TD, added_TD, out=taps[number])
+            x_TD, added_TD = _layer(layer, x_TD, added_TD, table, attend, taps.get(number - 1))
+        last = len(self.layers) - 1
+        if last in taps:
+            torch.add(x_TD, added_TD, out=taps[last])
 
 
 def _row_table(table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return tuple(part[0].contiguous() for part in table)
 
 
-def _layer(layer: nn.Module, x_TD: Tensor, added_TD: Tensor | None, table, attend) -> tuple[Tensor, Tensor]:
-    """The residual stream x + added after attention, and what the MLP adds to it: the next norm makes their sum."""
-    x_TD, normed_TD = _after(layer.input_layernorm, x_TD, added_TD)
+def _layer(
+    layer: nn.Module, x_TD: Tensor, added_TD: Tensor | None, table, attend, tap_TD: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The residual stream x + added after attention, and what the MLP adds to it: the next norm makes their sum.
+
+    tap_TD: where this layer's norm writes the sum that it makes, which is the output of the layer before.
+    """
+    x_TD, normed_TD = _after(layer.input_layernorm, x_TD, added_TD, tap_TD)
     attended_TD = _attention(layer.self_attn, normed_TD, table, attend)
     x_TD, normed_TD = _after(layer.post_attention_layernorm, x_TD, attended_TD)
     return x_TD, _mlp(layer.mlp, normed_TD)
 
 
-def _after(norm: nn.Module, x_TD: Tensor, added_TD: Tensor | None) -> tuple[Tensor, Tensor]:
-    return after_norm(x_TD, added_TD, norm.weight, norm.variance_epsilon)
+def _after(norm: nn.Module, x_TD: Tensor, added_TD: Tensor | None, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    return after_norm(x_TD, added_TD, norm.weight, norm.variance_epsilon, into)
 
 
 def _attention(module: nn.Module, x_TD: Tensor, table: tuple[Tensor, Tensor], attend) -> Tensor:
