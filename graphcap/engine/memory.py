@@ -63,7 +63,7 @@ class Sizes:
         if self.checkpointing:
             kept, loss = c.num_layers * draft * c.hidden_size, max(loss, layer)
         else:
-            kept = c.num_layers * layer
+            kept = c.num_layers * layer - draft * c.hidden_size  # the first layer norms one row a block
         forward_ends = context + blocks + kept + loss
         # Every gradient in the compute dtype; those of the context's keys and values wait for the end.
         backward_ends = context + blocks + layer + self.num_parameters + 2 * c.num_layers * rows * keys

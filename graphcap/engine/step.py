@@ -172,8 +172,9 @@ class DrafterStep(Step):
         features_TF = self._features(slot)
         blocks = self._blocks(slot)
         context = self.drafter.context(features_TF, slot["position"])
-        embeddings_QD = self.target.embed(blocks.token_ids_Q)
-        hidden_QD = self.drafter(embeddings_QD, blocks.position_Q, context, self._attend(blocks))
+        token_ids_NK = blocks.token_ids_Q.unflatten(0, (-1, self.block_size))
+        first_ND, mask_1D = self.target.embed(token_ids_NK[:, 0]), self.target.embed(token_ids_NK[0, 1:2])
+        hidden_QD = self.drafter(first_ND, mask_1D, blocks.position_Q, context, self._attend(blocks))
         return blocks, without_first(hidden_QD.unflatten(0, (-1, self.block_size)))
 
     def _loss(self, blocks: Blocks, hidden_MD: Tensor, *, with_gradient: bool) -> tuple[Tensor, Tensor, Tensor | None]:

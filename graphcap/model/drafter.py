@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from graphcap.errors import ConfigError
-from graphcap.model.fused import RMSNorm, gate, heads_rotated, linear, rotary_table
+from graphcap.model.fused import RMSNorm, gate, heads_rotated, in_blocks, linear, rotary_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,11 +108,16 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps)
 
-    def forward(self, x_QD: Tensor, table: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], attend) -> Tensor:
-        """attend(q_HQC, context, block) -> [H, Q, C]; context and block: keys and values [G, S, C] and [G, Q, C]."""
-        weights = self.q_proj.weight, self.k_proj.weight, self.v_proj.weight
-        joined = linear(x_QD, *weights)
-        q_HQC, *block = heads_rotated(joined, self.q_norm, self.k_norm, table, self.k_proj.out_features // self.head_dim)
+    def projected(self, x: Tensor) -> Tensor:
+        """Queries, keys and values side by side, [S, (H + 2G) · C]."""
+        return linear(x, self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
+
+    def forward(self, joined_QR: Tensor, table: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], attend) -> Tensor:
+        """joined_QR: from `projected`.
+
+        attend(q_HQC, context, block) -> [H, Q, C]; context and block: keys and values [G, S, C] and [G, Q, C].
+        """
+        q_HQC, *block = heads_rotated(joined_QR, self.q_norm, self.k_norm, table, self.k_proj.out_features // self.head_dim)
         out_HQC = attend(q_HQC, context, tuple(block))
         return linear(rearrange(out_HQC, "h q c -> q (h c)"), self.o_proj.weight)
 
@@ -148,15 +153,27 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
-        self, x_QD: Tensor, added_QD: Tensor | None, table: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], attend
+        self,
+        x_QD: Tensor,
+        added_QD: Tensor | None,
+        table: tuple[Tensor, Tensor],
+        context: tuple[Tensor, Tensor],
+        attend,
+        distinct_UD: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        x_QD, normed_QD = self.input_layernorm.after(x_QD, added_QD)
-        x_QD, normed_QD = self.post_attention_layernorm.after(x_QD, self.self_attn(normed_QD, table, context, attend))
+        """distinct_UD: where x is `in_blocks` of these, they are normed and projected in its place: a K-th of the work."""
+        if distinct_UD is None:
+            x_QD, normed_QD = self.input_layernorm.after(x_QD, added_QD)
+            joined_QR = self.self_attn.projected(normed_QD)
+        else:
+            joined_UR = self.self_attn.projected(self.input_layernorm(distinct_UD))
+            joined_QR = in_blocks(joined_UR, len(x_QD) // (len(distinct_UD) - 1))
+        x_QD, normed_QD = self.post_attention_layernorm.after(x_QD, self.self_attn(joined_QR, table, context, attend))
         return x_QD, self.mlp(normed_QD)
 
 
 class Drafter(nn.Module):
-    """features → context keys and values; block embeddings → final hidden states that the target's head turns into logits."""
+    """features → context keys and values; blocks' embeddings → final hidden states that the target's head turns into logits."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -190,21 +207,26 @@ class Drafter(nn.Module):
             for one, k, v in zip(attentions, parts[::2], parts[1::2], strict=True)
         ]
 
-    def forward(self, embeddings_QD: Tensor, position_Q: Tensor, context: list[tuple[Tensor, Tensor]], attend) -> Tensor:
-        """Final hidden states [Q, D] of block embeddings [Q, D].
+    def forward(
+        self, first_ND: Tensor, mask_1D: Tensor, position_Q: Tensor, context: list[tuple[Tensor, Tensor]], attend
+    ) -> Tensor:
+        """Final hidden states [Q, D] of N blocks of K tokens, Q = N·K: a block is its own first token, and MASKs.
 
-        position_Q: int [Q], the document positions of the block's tokens. context: of every layer, from `context`.
-        attend(q_HQC, context, block) -> [H, Q, C]: attention over the keys and values of both. Capture: safe.
+        first_ND, mask_1D: embeddings of the first tokens and of MASK. position_Q: int [Q], the document positions of the
+        blocks' tokens. context: of every layer, from `context`. attend(q_HQC, context, block) -> [H, Q, C]: attention over the
+        keys and values of both. Capture: safe.
         """
-        table = self.table(position_Q, embeddings_QD.dtype)
-        x_QD, added_QD = embeddings_QD, None
+        table = self.table(position_Q, first_ND.dtype)
+        distinct_UD = torch.cat((first_ND, mask_1D))
+        x_QD, added_QD = in_blocks(distinct_UD, self.config.block_size), None
         for layer, keys_values in zip(self.layers, context, strict=True):
             if self.checkpointing:
                 x_QD = x_QD if added_QD is None else x_QD + added_QD  # one tensor to keep, not two
-                inputs = x_QD, None, table, keys_values, attend
+                inputs = x_QD, None, table, keys_values, attend, distinct_UD
                 x_QD, added_QD = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:
-                x_QD, added_QD = layer(x_QD, added_QD, table, keys_values, attend)
+                x_QD, added_QD = layer(x_QD, added_QD, table, keys_values, attend, distinct_UD)
+            distinct_UD = None  # behind the first layer no two are alike
         return self.norm.after(x_QD, added_QD)[1]
 
     def table(self, position_S: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

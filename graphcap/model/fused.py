@@ -99,9 +99,32 @@ def linear(x_SD: Tensor, *weights: Tensor) -> Tensor:
     return _Linear.apply(x_SD, *weights)
 
 
+def in_blocks(x_UD: Tensor, block_size: int) -> Tensor:
+    """[N·K, D] of [N + 1, D]: every block begins with a row of its own; the last row stands in it K-1 times. Capture: safe."""
+    return _InBlocks.apply(x_UD, block_size)
+
+
 def without_first(x_NKD: Tensor) -> Tensor:
     """[N·(K-1), D] of [N, K, D], in any dtype: of every block all but its first token. Capture: safe."""
     return _WithoutFirst.apply(x_NKD)
+
+
+class _InBlocks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_UD, block_size):
+        ctx.block_size, own_N1D = block_size, x_UD[:-1, None]
+        out_NKD = x_UD.new_empty(len(own_N1D), block_size, x_UD.shape[1])
+        kernels.copy_rows_(out_NKD[:, :1], own_N1D)
+        kernels.copy_rows_(out_NKD[:, 1:], x_UD[-1].expand_as(out_NKD[:, 1:]))
+        return out_NKD.flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx, upstream_QD):
+        upstream_NKD = upstream_QD.unflatten(0, (-1, ctx.block_size))
+        dx_UD = upstream_NKD.new_empty(len(upstream_NKD) + 1, upstream_NKD.shape[2])
+        kernels.copy_rows_(dx_UD[:-1], upstream_NKD[:, 0])
+        torch.sum(upstream_NKD[:, 1:], (0, 1), out=dx_UD[-1])
+        return dx_UD, None
 
 
 class _WithoutFirst(torch.autograd.Function):

@@ -49,7 +49,8 @@ class Forward:
         """[N, K, D]."""
         mask = DenseAttention().mask(self.blocks.visibility, self.blocks.token_ids_Q.numel())
         hidden = self.drafter(
-            self.target.embed(self.blocks.token_ids_Q),
+            self.target.embed(self.blocks.token_ids_Q[:: self.drafter.config.block_size]),
+            self.target.embed(self.blocks.token_ids_Q[1:2]),
             self.blocks.position_Q,
             self.drafter.context(features, self.tensors[1]),
             lambda q, *keys: DenseAttention()(q, *keys, mask, self.drafter.scale),

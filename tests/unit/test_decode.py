@@ -37,15 +37,15 @@ class Recital:
     def context(self, features_SF, position_S):
         return [(position_S.double()[None, :, None], features_SF[None])]
 
-    def __call__(self, embeddings_KD, position_K, context, attend):
+    def __call__(self, first_1D, mask_1D, position_K, context, attend):
         """Hidden states whose largest logit is the token: rows of the head, which all have the same length."""
         start = int(position_K[0])
         ((positions, features),) = context
         assert position_K.tolist() == list(range(start, start + self.config.block_size))
         assert positions[0, :, 0].tolist() == list(range(start)), "the drafter's cache is the verified text, once and in order"
         expected, mask = self.target.embed(torch.tensor([self.text[start], MASK_ID]))
-        assert torch.equal(embeddings_KD[0], expected), "the block begins with the last committed token"
-        assert (embeddings_KD[1:] == mask).all()
+        assert torch.equal(first_1D, expected[None]), "the block begins with the last committed token"
+        assert torch.equal(mask_1D, mask[None])
         self.check_features(features[0], start)
         self.starts.append(start)
         return self.target.head_VD[[self.token(int(p)) for p in position_K]]
@@ -179,9 +179,9 @@ def test_a_draft_is_what_the_training_forward_would_predict_at_this_anchor():
         for start, end in ((0, 9), (9, 10), (10, 14)):
             cache.append(drafter, features[start:end])
         ours = draft_logits(drafter, target, cache, int(ids[14])).argmax(-1)
-        embeddings = target.embed(torch.tensor([int(ids[14])] + [MASK_ID] * (BLOCK - 1)))
         hidden = drafter(
-            embeddings,
+            target.embed(ids[14:15]),
+            target.embed(torch.tensor([MASK_ID])),
             torch.arange(14, 14 + BLOCK),
             drafter.context(features[:14], torch.arange(14)),
             lambda q, *keys: naive_everything(q, *joined(*keys), drafter.scale),

@@ -71,18 +71,19 @@ def run_both(drafter: Drafter, block_size: int, seed: int, change=lambda inputs:
     decay_J = torch.tensor(decay(block_size, 4.0))
     blocks = make_blocks(token_ids, position, supervised, anchors, decay_J=decay_J, mask_token_id=MASK_ID)
     features = torch.randn(LENGTH, drafter.fc.in_features, dtype=torch.float64)
-    embeddings = torch.randn(NUM_ANCHORS * block_size, HIDDEN, dtype=torch.float64)
-    mask = DenseAttention().mask(blocks.visibility, NUM_ANCHORS * block_size)
+    first, mask = (torch.randn(count, HIDDEN, dtype=torch.float64) for count in (NUM_ANCHORS, 1))
+    visible = DenseAttention().mask(blocks.visibility, NUM_ANCHORS * block_size)
     with torch.no_grad():
         context = drafter.context(features, position)
-        ours = drafter(embeddings, blocks.position_Q, context, lambda q, *keys: DenseAttention()(q, *keys, mask, drafter.scale))
+        attend = DenseAttention()
+        ours = drafter(first, mask, blocks.position_Q, context, lambda q, *keys: attend(q, *keys, visible, drafter.scale))
     weights = {name: tensor.detach().double().clone() for name, tensor in drafter.state_dict().items()}
     inputs = {
         "features_SF": features,
         "position_S": position,
-        "embeddings_QD": embeddings,
+        "embeddings_QD": torch.cat([torch.cat((one[None], mask.expand(block_size - 1, -1))) for one in first]),
         "position_Q": blocks.position_Q,
-        "visible": mask,
+        "visible": visible,
         "weights": weights,
     }
     change(inputs)
@@ -137,7 +138,8 @@ def test_keys_and_queries_meet_by_their_distance_only():
         seen = []
         table = drafter.table(torch.tensor([3, 7]) + offset, torch.float64)
         empty = torch.empty(2, 0, 8, dtype=torch.float64)
-        attention(states, table, (empty, empty), lambda q, context, block: seen.append(q[::2] @ block[0].transpose(1, 2)) or q)
+        joined = attention.projected(states)
+        attention(joined, table, (empty, empty), lambda q, context, block: seen.append(q[::2] @ block[0].transpose(1, 2)) or q)
         return seen[0]
 
     torch.testing.assert_close(scores(0), scores(50), rtol=1e-4, atol=1e-4)

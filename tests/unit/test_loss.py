@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from graphcap.model.fused import without_first
+from graphcap.model.fused import in_blocks, without_first
 from graphcap.model.loss import LOGITS_BYTES, default_chunk, head_loss
 from tests.toys import fresh_seed
 
@@ -94,6 +94,18 @@ def test_evaluation_makes_no_gradient_and_the_same_loss():
     loss, correct, gradient = head_loss(*inputs, chunk_tokens=7, with_gradient=False)
     expected = loss_of(*inputs)
     assert gradient is None and torch.equal(loss, expected[0]) and torch.equal(correct, expected[1])
+
+
+def test_rows_in_blocks_are_what_indexing_gives_forward_and_backward():
+    fresh_seed()
+    place = torch.tensor([0, 3, 3, 3, 1, 3, 3, 3, 2, 3, 3, 3])
+    for dtype, width in ((torch.float64, 6), (torch.float32, 5), (torch.bfloat16, 8)):
+        x_UD, upstream = torch.randn(4, width, dtype=dtype, requires_grad=True), torch.randn(12, width, dtype=dtype)
+        ours, expected = in_blocks(x_UD, 4), x_UD[place]
+        assert torch.equal(ours, expected) and not torch.equal(ours, x_UD[place.roll(1)])
+        (gradient,) = torch.autograd.grad(ours, x_UD, upstream)
+        summed = torch.zeros(4, width, dtype=torch.float64).index_add_(0, place, upstream.double())
+        torch.testing.assert_close(gradient, summed.to(dtype))
 
 
 def test_a_block_without_its_first_token_is_torchs_slice_forward_and_backward():
