@@ -83,7 +83,7 @@ def tiny_model(family: str, seed: int, **changes) -> nn.Module:
     if family == "mixtral":
         sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     model = model_class(config_class(**(sizes | changes))).requires_grad_(False).eval()
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.dim() == 1:

@@ -22,15 +22,16 @@ NUMBERS_OF_NORM, NUMBERS_A_WARP = 4096, 1024  # of a tile of rows in the norm's 
 
 
 @triton.jit
-def norm_kernel(x, other, weight, total, out, x_row, total_row, width, eps, HAS_OTHER: tl.constexpr, PAD: tl.constexpr):
+def norm_kernel(x, other, weight, total, out, width, eps, HAS_OTHER: tl.constexpr, PAD: tl.constexpr):
     """total = x + other, out = total / rms(total) · weight, of one row; without other, out of x alone."""
-    number, place = tl.program_id(0).to(tl.int64), tl.arange(0, PAD)
-    row, known = number * width, place < width
-    x_D = tl.load(x + number * x_row + place, mask=known, other=0.0).to(tl.float32)
+    row = tl.program_id(0).to(tl.int64) * width
+    place = tl.arange(0, PAD)
+    known = place < width
+    x_D = tl.load(x + row + place, mask=known, other=0.0).to(tl.float32)
     if HAS_OTHER:
         x_D += tl.load(other + row + place, mask=known, other=0.0).to(tl.float32)
         rounded_D = x_D.to(total.dtype.element_ty)
-        tl.store(total + number * total_row + place, rounded_D, mask=known)
+        tl.store(total + row + place, rounded_D, mask=known)
         x_D = rounded_D.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x_D * x_D, 0) / width + eps)
     weight_D = tl.load(weight + place, mask=known, other=0.0).to(tl.float32)
@@ -167,12 +168,11 @@ def gate_backward_kernel(gate_up, dout, dgate_up, size, width, NUMBERS: tl.const
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, other, weight, eps, into):
+    def forward(ctx, x, other, weight, eps):
         width = x.shape[-1]
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        total = x if other is None else torch.empty_like(out) if into is None else into
+        total, out = (x if other is None else torch.empty_like(x)), torch.empty_like(x)
         norm_kernel[(x.numel() // width,)](
-            x, x if other is None else other, weight, total, out, x.stride(-2), total.stride(-2), width, eps,
+            x, x if other is None else other, weight, total, out, width, eps,
             HAS_OTHER=other is not None, PAD=triton.next_power_of_2(width), num_warps=_warps(width),
         )  # fmt: skip
         ctx.save_for_backward(total, weight)
@@ -185,7 +185,7 @@ class _Norm(torch.autograd.Function):
     def backward(ctx, dtotal, dout):
         total, weight = ctx.saved_tensors
         if dout is None:  # the norm itself is not used
-            return dtotal, dtotal if ctx.has_other else None, None, None, None
+            return dtotal, dtotal if ctx.has_other else None, None, None
         width = total.shape[-1]
         num_rows, dx, dout = total.numel() // width, torch.empty_like(total), dout.contiguous()
         pad = triton.next_power_of_2(width)
@@ -198,7 +198,7 @@ class _Norm(torch.autograd.Function):
             HAS_TOTAL=dtotal is not None, PAD=pad, ROWS=rows, STAGES=3 if prefetched else 1,
             num_warps=min(32, max(1, rows * pad // NUMBERS_A_WARP)),
         )  # fmt: skip
-        return dx, dx if ctx.has_other else None, sums.of_parts(dweight, weight.dtype), None, None
+        return dx, dx if ctx.has_other else None, sums.of_parts(dweight, weight.dtype), None
 
 
 def _warps(width: int) -> int:
@@ -304,19 +304,14 @@ def _check_dense(*tensors: Tensor) -> None:
     assert all(tensor.is_contiguous() for tensor in tensors), [tensor.stride() for tensor in tensors]
 
 
-def norm(x: Tensor, other: Tensor | None, weight: Tensor, eps: float, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def norm(x: Tensor, other: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(x + other, that / rms(that) · weight) over the last dimension; without other, x itself comes first.
 
-    x, other: contiguous; without gradients, rows of a [S, D] x may stand apart. Differentiable in all three; the gradient that
-    comes in by the first output is added in the same pass. into: where x + other is written, [S, D] in rows that may stand
-    apart; without a gradient. Capture: safe.
+    x, other: contiguous. Differentiable in all three; the gradient that comes in by the first output is added in the same pass.
+    Capture: safe.
     """
-    _check_dense(weight, *([] if other is None else [other]))
-    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (x, other, weight)):
-        _check_dense(x)
-        assert into is None, "a sum written elsewhere has no gradient"
-    assert all(one.stride(-1) == 1 and (one.is_contiguous() or one.dim() == 2) for one in (x, x if into is None else into))
-    return _Norm.apply(x, other, weight, eps, into)
+    _check_dense(x, weight, *([] if other is None else [other]))
+    return _Norm.apply(x, other, weight, eps)
 
 
 def norm_rotate(x_HSC: Tensor, weight_C: Tensor | None, table: tuple[Tensor, Tensor], eps: float) -> Tensor:

@@ -31,18 +31,13 @@ class RMSNorm(nn.Module):
         return normed_rotated(x_HSC, table, self.weight, self.eps)
 
 
-def after_norm(
-    x: Tensor, other: Tensor | None, weight: Tensor, eps: float, into: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """(x + other, that / rms(that) · weight) over the last dimension; without other, x itself comes first.
-
-    into: where x + other is written, if it has no gradient.
-    """
+def after_norm(x: Tensor, other: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x + other, that / rms(that) · weight) over the last dimension; without other, x itself comes first."""
     if kernels.serve(x.device):
         from graphcap.kernels import rows
 
-        return rows.norm(x, other, weight, eps, into)
-    total = x if other is None else torch.add(x, other, out=into)
+        return rows.norm(x, other, weight, eps)
+    total = x if other is None else x + other
     return total, F.rms_norm(total, weight.shape, weight, eps)
 
 

@@ -12,6 +12,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from graphcap.kernels import copy_rows_
 from graphcap.model.attention import TILE
 from graphcap.model.fused import after_norm, gate, linear, normed_rotated, stand_together
 
@@ -71,8 +72,9 @@ def adds_the_same(layer: nn.Module, rotary: nn.Module, attend, position_T: Tenso
     table = rotary(x_TD, position_T[None])
     theirs = exact(x_TD[None], position_embeddings=table, attention_mask=None, use_cache=False, attend=attend)
     theirs_TD = (theirs[0] if isinstance(theirs, tuple) else theirs).view(shape) - x_TD
-    attended_TD, added_TD = _layer(exact, x_TD, None, _row_table(table), attend)
-    return bool((attended_TD + added_TD - x_TD - theirs_TD).norm() <= TOLERANCE * theirs_TD.norm())
+    out_TD = x_TD.clone()
+    _layer_(exact, out_TD, _row_table(table), attend)
+    return bool((out_TD - x_TD - theirs_TD).norm() <= TOLERANCE * theirs_TD.norm())
 
 
 class LeanLayers:
@@ -95,37 +97,37 @@ class LeanLayers:
 
         attend(layer, q_HTC, k_GTC, v_GTC, scale, window) -> [H, T, C], as in model/target.py.
         """
-        x_TD, added_TD = self.embedding(token_ids_T), None
+        x_TD = self.embedding(token_ids_T)
         table = _row_table(self.rotary(x_TD, position_T[None]))
         for number, layer in enumerate(self.layers):
-            x_TD, added_TD = _layer(layer, x_TD, added_TD, table, attend, taps.get(number - 1))
-        last = len(self.layers) - 1
-        if last in taps:
-            torch.add(x_TD, added_TD, out=taps[last])
+            _layer_(layer, x_TD, table, attend)
+            if number in taps:
+                copy_rows_(taps[number], x_TD)
 
 
 def _row_table(table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return tuple(part[0].contiguous() for part in table)
 
 
-def _layer(
-    layer: nn.Module, x_TD: Tensor, added_TD: Tensor | None, table, attend, tap_TD: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The residual stream x + added after attention, and what the MLP adds to it: the next norm makes their sum.
-
-    tap_TD: where this layer's norm writes the sum that it makes, which is the output of the layer before.
-    """
-    x_TD, normed_TD = _after(layer.input_layernorm, x_TD, added_TD, tap_TD)
-    attended_TD = _attention(layer.self_attn, normed_TD, table, attend)
-    x_TD, normed_TD = _after(layer.post_attention_layernorm, x_TD, attended_TD)
-    return x_TD, _mlp(layer.mlp, normed_TD)
+def _layer_(layer: nn.Module, x_TD: Tensor, table, attend) -> None:
+    """The residual stream becomes what it is behind the layer: the last matmuls of attention and MLP add to it in place."""
+    attention, mlp = layer.self_attn, layer.mlp
+    _add_product_(x_TD, _attended(attention, _normed(layer.input_layernorm, x_TD), table, attend), attention.o_proj)
+    gated_TI = gate(_matmul(_normed(layer.post_attention_layernorm, x_TD), mlp.gate_proj, mlp.up_proj))
+    _add_product_(x_TD, gated_TI, mlp.down_proj)
 
 
-def _after(norm: nn.Module, x_TD: Tensor, added_TD: Tensor | None, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    return after_norm(x_TD, added_TD, norm.weight, norm.variance_epsilon, into)
+def _normed(norm: nn.Module, x_TD: Tensor) -> Tensor:
+    return after_norm(x_TD, None, norm.weight, norm.variance_epsilon)[1]
 
 
-def _attention(module: nn.Module, x_TD: Tensor, table: tuple[Tensor, Tensor], attend) -> Tensor:
+def _add_product_(x_TD: Tensor, of_TI: Tensor, linear: nn.Linear) -> None:
+    x_TD.addmm_(of_TI, linear.weight.T)
+    if linear.bias is not None:
+        x_TD += linear.bias
+
+
+def _attended(module: nn.Module, x_TD: Tensor, table: tuple[Tensor, Tensor], attend) -> Tensor:
     joined = _matmul(x_TD, module.q_proj, module.k_proj, module.v_proj)
     heads = rearrange(joined, "t (h c) -> h t c", c=module.head_dim)
     counts = [one.out_features // module.head_dim for one in (module.q_proj, module.k_proj, module.v_proj)]
@@ -139,7 +141,7 @@ def _attention(module: nn.Module, x_TD: Tensor, table: tuple[Tensor, Tensor], at
         both, v_GTC = heads.split([counts[0] + counts[1], counts[2]])
         q_HTC, k_GTC = normed_rotated(both, table, None, 0.0).split(counts[:2])
     out_HTC = attend(module.layer_idx, q_HTC, k_GTC, v_GTC, module.scaling, _window(module))
-    return _matmul(rearrange(out_HTC, "h t c -> t (h c)"), module.o_proj)
+    return rearrange(out_HTC, "h t c -> t (h c)")
 
 
 def _window(module: nn.Module) -> int | None:
@@ -147,10 +149,6 @@ def _window(module: nn.Module) -> int | None:
     if module.config.model_type == "mistral":
         return getattr(module.config, "sliding_window", None)
     return getattr(module, "sliding_window", None)
-
-
-def _mlp(module: nn.Module, x_TD: Tensor) -> Tensor:
-    return _matmul(gate(_matmul(x_TD, module.gate_proj, module.up_proj)), module.down_proj)
 
 
 def _matmul(x_TD: Tensor, *linears: nn.Linear) -> Tensor:

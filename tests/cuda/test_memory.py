@@ -26,9 +26,10 @@ def measured_and_predicted(
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     names = {"num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads"}
-    model = tiny_model("llama", 0, **{names.get(name, name): width for name, width in widths.items()})
-    target = Target(model.to("cuda", torch.bfloat16), (0, 1, 2))
-    torch.cuda.reset_peak_memory_stats()
+    with torch.device("cuda"):
+        model = tiny_model("llama", 0, **{names.get(name, name): width for name, width in widths.items()})
+    target = Target(model.to(torch.bfloat16), (0, 1, 2))
+    torch.cuda.reset_peak_memory_stats()  # the target was made in float32
     config = drafter_config(**widths, num_layers=3, block_size=16, target_layer_ids=(0, 1, 2), mask_token_id=0)
     drafter = Drafter(config)
     drafter.initialize(0)

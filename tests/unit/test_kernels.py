@@ -215,18 +215,6 @@ def test_the_norm_kernel_is_the_norm_of_a_sum_and_adds_what_comes_in_beside_it(w
         assert_same(rows.norm(x, None, norm.weight, 0.1)[1:], (norm(x),), (x, norm.weight), ("x", "weight"))
 
 
-def test_the_norm_kernel_reads_rows_that_stand_apart_and_writes_the_sum_where_it_is_told():
-    fresh_seed()
-    x, other, weight = torch.randn(6, 50)[:, 7:27], torch.randn(6, 20), torch.randn(20)
-    wide = torch.zeros(6, 60)
-    total, out = rows.norm(x, other, weight, 1e-5, wide[:, 20:40])
-    assert torch.equal(wide[:, 20:40], x + other) and total.data_ptr() == wide[:, 20:].data_ptr()
-    assert not wide[:, :20].any() and not wide[:, 40:].any()
-    torch.testing.assert_close(out, torch.nn.functional.rms_norm(x + other, (20,), weight, 1e-5))
-    with pytest.raises(AssertionError, match="no gradient"):
-        rows.norm(x.contiguous(), other, weight.requires_grad_(), 1e-5, wide[:, 20:40])
-
-
 @pytest.mark.parametrize(("heads", "channels"), [(2, 16), (3, 20)])
 def test_the_rotating_kernel_is_the_norm_and_the_rotation(heads, channels, monkeypatch):
     fresh_seed()
