@@ -155,10 +155,10 @@ def _check_numbers(folder: Path, drafter: Drafter) -> None:
     if not wrong:
         config, generator = drafter.config, torch.Generator().manual_seed(0)
         features = torch.randn(8, len(config.target_layer_ids) * config.hidden_size, generator=generator)
-        first, mask = (torch.randn(1, config.hidden_size, generator=generator) for _ in range(2))
+        block = torch.randn(2, config.hidden_size, generator=generator)
         context = drafter.context(features, torch.arange(8))
         attend, position = DenseAttention(), 7 + torch.arange(config.block_size)
-        hidden = drafter(first, mask, position, context, lambda q, *keys: attend(q, *keys, None, drafter.scale))
+        hidden = drafter(block, position, context, lambda q, *keys: attend(q, *keys, None, drafter.scale))
         wrong = [] if hidden.isfinite().all() else ["a forward on random features is not finite"]
     if wrong:
         raise CheckpointError(

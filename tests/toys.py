@@ -19,7 +19,8 @@ from graphcap.data.planner import Bucket
 from graphcap.engine import Engine
 from graphcap.engine.optimizer import Hyper
 from graphcap.engine.step import DrafterStep
-from graphcap.model.blocks import decay, default_gamma
+from graphcap.model.attention import attention_for
+from graphcap.model.blocks import Visibility, decay, default_gamma
 from graphcap.model.drafter import Drafter, DrafterConfig
 from graphcap.model.target import Target
 
@@ -392,3 +393,32 @@ def fit(target: Target, drafter: Drafter, texts: list[tuple[list[int], list[int]
     row = {name: np.array(values, np.int32) for name, values in arrays.items()}
     for _ in range(num_updates):
         run_update(engine, [(bucket, row)])
+
+
+def first_layer_is_the_plain_one(blocks: int, block_size: int, device: torch.device, dtype: torch.dtype, bound: float) -> None:
+    """A layer on [first tokens | MASK] against it on all tokens laid out: output and gradients. Must fail: another MASK."""
+    drafter = random_drafter(1, block_size=block_size).to(device, dtype)
+    layer, tokens = drafter.layers[0], 128
+    table = drafter.table(torch.arange(blocks * block_size, device=device), dtype)
+    states_UD = torch.randn(blocks + 1, HIDDEN, device=device, dtype=dtype)
+    features = torch.randn(tokens, drafter.fc.in_features, device=device, dtype=dtype)
+    context = drafter.context(features, torch.arange(tokens, device=device))
+    attention = attention_for(device)
+    seen = Visibility(
+        torch.zeros(blocks, dtype=torch.int64, device=device),
+        torch.full((blocks,), tokens, device=device),
+        group=block_size,
+        num_context=tokens,
+    )
+    mask = attention.mask(seen, blocks * block_size)
+    incoming = torch.randn(blocks * block_size, HIDDEN, device=device, dtype=dtype)
+
+    def run(x, size):
+        out = torch.add(*layer(x, None, table, context[0], lambda q, *keys: attention(q, *keys, mask, drafter.scale), size))
+        return out, *torch.autograd.grad(out, list(layer.parameters()), incoming, retain_graph=True)
+
+    place = torch.tensor([[n] + [blocks] * (block_size - 1) for n in range(blocks)], device=device).flatten()
+    distinct, plain = run(states_UD, block_size), run(states_UD[place], None)
+    assert all(relative(a - b, b) < bound for a, b in zip(distinct, plain, strict=True))
+    states_UD[-1] += 1
+    assert relative(run(states_UD, block_size)[0] - plain[0], plain[0]) > 10 * bound

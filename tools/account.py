@@ -32,7 +32,7 @@ GROUPS = (  # what a kernel's name begins with or holds; the first that fits
     ("norms", r"^norm_"),
     ("rotations", r"^rotate_"),
     ("gate", r"^gate_"),
-    ("sums of parts", r"^(parts|heads)_kernel"),
+    ("sums of parts", r"^(parts|heads)_kernel|reduce_kernel.*BFloat16"),
     ("walks", r"^(of_queries|of_keys|longest_first)_kernel"),
     ("copies", r"copy|Memcpy|memcpy|Memset|CatArray|gather"),
     ("matmuls", r"nvjet|gemm|cublas|cutlass|splitK"),
@@ -78,12 +78,18 @@ def work(step, bucket: Bucket, arrays) -> dict[str, tuple[float, float]]:
         "AdamW": (0.0, 34.0 * size),
         "gradient sums": (0.0, 10.0 * size),
         "gradient norm": (0.0, 4.0 * size),
-        "norms": (0.0, 2 * (4 + 4) * stream + 2 * rows * hidden * 2),  # two a layer, four passes each way
+        "norms": (0.0, 2 * (4 + 4) * stream + 2 * rows * hidden * 2),  # two a layer but in the first, the last; four passes
         "rotations": (0.0, 5 * rotated),
         "gate": (0.0, 8 * wide),
-        "sums of parts": (0.0, norm_parts + head_parts),
-        # features, embeddings, blocks without their first token and back, gradients of the draft's values
-        "copies": (0.0, 4.0 * rows * step.target.num_features + 3 * 4 * draft * hidden + 4 * NUM_LAYERS * draft * kv),
+        "sums of parts": (0.0, norm_parts + head_parts + 2 * draft * (q + 2 * kv)),  # and of MASK's gradients
+        # features, rows laid out in blocks, blocks without their first token and back, gradients of the draft's values
+        "copies": (
+            0.0,
+            4.0 * rows * step.target.num_features
+            + 2 * draft * (hidden + q + 2 * kv)
+            + 2 * 4 * draft * hidden
+            + 4 * NUM_LAYERS * draft * kv,
+        ),
     }
 
 

@@ -59,7 +59,7 @@ def problems(root: Path, mutation: Mutation) -> list[str]:
 def run_tests(tree: Path, tests: list[str]) -> tuple[int, list[str], str]:
     """pytest on `tests` in `tree`, up to the first failure: exit code, tests that failed, and the end of its output."""
     environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rf", "--tb=line", "-p", "no:cacheprovider", *tests]
+    command = [sys.executable, "-m", "pytest", "-x", "-n", "0", "-q", "-rf", "--tb=line", "-p", "no:cacheprovider", *tests]
     try:
         done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:

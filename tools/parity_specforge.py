@@ -210,7 +210,7 @@ def _row_mask(step: DrafterStep, slot: Slot, num_tokens: int) -> np.ndarray:
         decay_J=step.decay_J,
         mask_token_id=MASK_TOKEN,
     )
-    mask = DenseAttention().mask(blocks.visibility, blocks.token_ids_Q.numel())
+    mask = DenseAttention().mask(blocks.visibility, blocks.position_Q.numel())
     keep = blocks.keep_N.repeat_interleave(step.block_size)
     padding = slice(num_tokens, slot["token_ids"].numel())
     assert not mask[keep, padding].any(), "padding is visible to a kept block"

@@ -7,6 +7,7 @@ Calls: engine/step.py, before a bucket trains anything.
 """
 
 import copy
+import functools
 
 import torch
 from torch import Tensor
@@ -23,10 +24,10 @@ TOLERANCE = 0.05  # of a block's or tensor's norm: bf16 stays under 0.02, one ke
 
 
 def audit_attention(layer: Layer, blocks: Blocks, table_Q, context, attend, *, bucket_name: str, scale: float) -> None:
-    """Compare `layer`, as it trains, with a dense float32 copy of it on sampled blocks.
+    """Compare `layer`, as all but the first train, with a dense float32 copy of it on sampled blocks.
 
-    table_Q: rotary table of the blocks. context: keys and values [G, T, C]. attend: the attention that training hands to the
-    layer. All of them laid out in memory as in training.
+    The first differs before its attention only. table_Q: rotary table of the blocks. context: keys and values [G, T, C].
+    attend: the attention that training hands to the layer. All of them laid out in memory as in training.
     Raises: CaptureError naming bucket and quantity, with the largest relative error.
     """
     device, group = table_Q[0].device, blocks.visibility.group
@@ -36,7 +37,7 @@ def audit_attention(layer: Layer, blocks: Blocks, table_Q, context, attend, *, b
     generator = torch.Generator(device).manual_seed(1)
     incoming_MD = torch.randn(token_M.numel(), x.shape[1], generator=generator, device=device)
 
-    out = torch.add(*layer(x, None, table_Q, (k, v), attend))
+    out = torch.add(*layer(x, None, table_Q, (k, v), attend, None))
     gradient = torch.zeros_like(out).index_copy_(0, token_M, incoming_MD.to(out.dtype))
     dx, dk, dv = torch.autograd.grad(out, (x, k, v), gradient)
 
@@ -71,7 +72,7 @@ def _states(layer: Layer, blocks: Blocks) -> Tensor:
     """Random block states [Q, D]."""
     weight = layer.self_attn.q_proj.weight
     generator = torch.Generator(weight.device).manual_seed(0)
-    shape = blocks.token_ids_Q.numel(), weight.shape[1]
+    shape = blocks.position_Q.numel(), weight.shape[1]
     return torch.randn(shape, generator=generator, device=weight.device).to(weight.dtype)
 
 
@@ -92,8 +93,9 @@ def _reference(layer: Layer, x_QD, table_Q, context, visibility: Visibility, sam
         few = Visibility(visibility.low_R[block_R], visibility.high_R[block_R], group, visibility.num_context)
         mask = DenseAttention().mask(few, len(x))
         table_M = tuple(part[token_M].float() for part in table_Q)
+        attend = functools.partial(_dense, mask_QS=mask, scale=scale)
         with written_out():  # no kernel checks itself
-            out = torch.add(*exact(x, None, table_M, (k, v), lambda q, *keys, mask=mask: _dense(q, *keys, mask, scale)))
+            out = torch.add(*exact(x, None, table_M, (k, v), attend, None))
         dx, part_k, part_v = torch.autograd.grad(out, (x, k, v), incoming)
         outputs.append(out.detach())
         gradients.append(dx)

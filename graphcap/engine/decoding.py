@@ -159,7 +159,7 @@ class FixedSteps:
         key = torch.arange(self.max_length + self.block_size, device=self.length.device)
         mask_KS = ((key < self.length) | (key >= self.max_length)).expand(self.block_size, -1)
         hidden_KD = self.drafter(
-            *self.target.embed(self.block_K[:2])[:, None],
+            self.target.embed(self.block_K[:2]),
             self.length + self.offset_K,
             self.context,
             lambda q, *keys: masked_attention(q, *joined(*keys), mask_KS, self.drafter.scale),

@@ -1,8 +1,9 @@
 """What training needs of a GPU's memory, from sizes alone: before a target is loaded, and for any bucket.
 
-Counted, tensor by tensor, from what a micro step keeps at its fullest moment: in the head and loss of the last chunk, or at the
-end of the backward, when every gradient is there. A graph's pool adds what the allocator rounds up. What is predicted is the
-most that is allocated; torch's allocator may hold a few percent more in parts of segments that it cannot give back.
+Counted, tensor by tensor, from what a micro step keeps at its fullest moments: in the head and loss of the last chunk, when the
+backward begins, or at its end, when every gradient is there. A graph's pool adds what the allocator rounds up. What is
+predicted is the most that is allocated; torch's allocator may hold a few percent more in parts of segments that it cannot
+give back.
 tests/cuda/test_memory.py holds it against a captured bucket.
 
 Called by layout.py, room.py, extract.py and shapes.py.
@@ -56,17 +57,18 @@ class Sizes:
         queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         features = 0 if self.stored else rows * len(c.target_layer_ids) * c.hidden_size
         context = rows * (2 * c.hidden_size + 2 * c.head_dim + 3 * c.num_layers * keys)
-        blocks = draft * (2 * c.hidden_size + 2 * c.head_dim)  # embeddings, final norm, rotary table
+        blocks = draft * (2 * c.hidden_size + 2 * c.head_dim)  # the last sum and its norm, rotary table
         layer = draft * (4 * (c.hidden_size + queries) + 3 * c.intermediate_size + 3 * keys)
         predicted = draft // c.block_size * (c.block_size - 1)
-        loss = min(predicted, self.chunk_tokens) * c.vocab_size + 2 * predicted * c.hidden_size
-        if self.checkpointing:
-            kept, loss = c.num_layers * draft * c.hidden_size, max(loss, layer)
-        else:
-            kept = c.num_layers * layer - draft * c.hidden_size  # the first layer norms one row a block
-        forward_ends = context + blocks + kept + loss
+        loss = min(predicted, self.chunk_tokens) * c.vocab_size
+        heads = 2 * rows * queries * 4 // self.itemsize if queries > keys else 0  # float32, of each query head alone
+        if self.checkpointing:  # of the first layer one row a block
+            kept, turning = (c.num_layers - 1) * draft * c.hidden_size, layer + heads
+        else:  # not what goes into the first layer, nor its norm
+            kept, turning = c.num_layers * layer - 2 * draft * c.hidden_size, max(2 * draft * c.intermediate_size, heads)
+        forward_ends = context + blocks + kept + max(loss, turning) + 2 * predicted * c.hidden_size
         # Every gradient in the compute dtype; those of the context's keys and values wait for the end.
-        backward_ends = context + blocks + layer + self.num_parameters + 2 * c.num_layers * rows * keys
+        backward_ends = context + blocks + layer + heads + self.num_parameters + 2 * c.num_layers * rows * keys
         numbers = features + max(self._target_numbers(rows), forward_ends, backward_ends)
         return SEGMENT_BYTES + math.ceil(ROUNDING * self.itemsize * numbers)
 

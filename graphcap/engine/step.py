@@ -135,10 +135,10 @@ class DrafterStep(Step):
         generator = torch.Generator(self.device).manual_seed(0)
         features_TF = torch.randn(bucket.length, self.target.num_features, generator=generator, device=self.device).to(dtype)
         audit_attention(
-            drafter.layers[0],
+            drafter.layers[-1],
             blocks,
             drafter.table(blocks.position_Q, dtype),
-            self.drafter.context(features_TF, slot["position"])[0],
+            self.drafter.context(features_TF, slot["position"])[-1],
             self._attend(blocks),
             bucket_name=bucket.name,
             scale=drafter.scale,
@@ -146,7 +146,7 @@ class DrafterStep(Step):
 
     def _attend(self, blocks: Blocks):
         """Attention over [context | blocks] under the blocks' mask, as the drafter's layers call it: trained and audited."""
-        mask = self.attention.mask(blocks.visibility, blocks.token_ids_Q.numel())
+        mask = self.attention.mask(blocks.visibility, blocks.position_Q.numel())
         attention, scale = self.attention, self.drafter.scale
         return lambda q, context, block: attention(q, context, block, mask, scale)
 
@@ -172,9 +172,8 @@ class DrafterStep(Step):
         features_TF = self._features(slot)
         blocks = self._blocks(slot)
         context = self.drafter.context(features_TF, slot["position"])
-        token_ids_NK = blocks.token_ids_Q.unflatten(0, (-1, self.block_size))
-        first_ND, mask_1D = self.target.embed(token_ids_NK[:, 0]), self.target.embed(token_ids_NK[0, 1:2])
-        hidden_QD = self.drafter(first_ND, mask_1D, blocks.position_Q, context, self._attend(blocks))
+        embeddings_UD = self.target.embed(blocks.token_ids_U)
+        hidden_QD = self.drafter(embeddings_UD, blocks.position_Q, context, self._attend(blocks))
         return blocks, without_first(hidden_QD.unflatten(0, (-1, self.block_size)))
 
     def _loss(self, blocks: Blocks, hidden_MD: Tensor, *, with_gradient: bool) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -13,7 +13,6 @@ import triton.language as tl
 from graphcap.kernels.walks import walk_at
 
 HIDDEN = tl.constexpr(-1.0e9)  # a score that no softmax sees once a real one has come; larger, it would overflow where fused
-CONTEXT, DRAFT = tl.constexpr(0), tl.constexpr(1)  # whose keys these are
 
 
 @triton.jit
@@ -55,9 +54,9 @@ def _own(tile, num_queries, GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexp
 
 
 @triton.jit
-def _seen(key, query, low, high, GROUP: tl.constexpr, KIND: tl.constexpr):
+def _seen(key, query, low, high, GROUP: tl.constexpr, DRAFT: tl.constexpr):
     """Which of these pairs are visible; key and query broadcast against each other, low and high with query."""
-    if KIND == DRAFT:
+    if DRAFT:
         seen = key // GROUP == query // GROUP
     else:
         seen = (key >= low) & (key < high)
@@ -67,18 +66,19 @@ def _seen(key, query, low, high, GROUP: tl.constexpr, KIND: tl.constexpr):
 @triton.jit
 def _forward_over(
     out_MC, total_M, most_M, q_MC, k, k_row, v, v_row, query_M, low_M, high_M, begin, all_from, all_to, end,
-    scale, KIND: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, PAD: tl.constexpr, N: tl.constexpr,
+    scale, DRAFT: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, PAD: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Softmax so far (sum of values, sum, largest score without the scale), continued over the keys of [begin, end).
 
-    Those of [all_from, all_to), where steps begin, are seen by all queries and not looked at one by one.
+    Steps that begin in [all_from, all_to) are over keys that all queries see, and look at no pair; among draft keys there are
+    none of these. DRAFT: the keys are the block's own.
     """
     for start in tl.range(begin, end, N):
         key_N = start + tl.arange(0, N)
         k_NC = _rows(k, start, k_row, N, C, PAD)
         score = tl.dot(q_MC, tl.trans(k_NC), input_precision="ieee")
         if (start < all_from) | (start >= all_to):
-            seen = _seen(key_N[None, :], query_M[:, None], low_M[:, None], high_M[:, None], GROUP, KIND)
+            seen = _seen(key_N[None, :], query_M[:, None], low_M[:, None], high_M[:, None], GROUP, DRAFT)
             score = tl.where(seen, score, HIDDEN)
         larger_M = tl.maximum(most_M, tl.max(score, 1))
         weight = tl.exp2(score * scale - (larger_M * scale)[:, None])  # one instruction before the exponential
@@ -111,13 +111,13 @@ def forward_kernel(
         first, last = _own(tile, num_queries, GROUP, M, N)
         out_MC, total_M, most_M = _forward_over(
             out_MC, total_M, most_M, q_MC, draft_k + key_head * draft_k_head, draft_k_row, draft_v + key_head * draft_v_head,
-            draft_v_row, query_M, low_M, high_M, first, last, last, last, scale, DRAFT, GROUP, C, PAD, N,
+            draft_v_row, query_M, low_M, high_M, first, last, last, last, scale, True, GROUP, C, PAD, N,
         )  # fmt: skip
     k += key_head * k_head
     v += key_head * v_head
     out_MC, total_M, most_M = _forward_over(
         out_MC, total_M, most_M, q_MC, k, k_row, v, v_row, query_M, low_M, high_M, begin, all_from, all_to, end,
-        scale, CONTEXT, GROUP, C, PAD, N,
+        scale, False, GROUP, C, PAD, N,
     )  # fmt: skip
     _put_rows(out + head * out_head, tile * M, out_row, out_MC / total_M[:, None], M, C, PAD)
     tl.store(log_sum + head * num_queries + query_M, most_M * scale + tl.log2(total_M))
@@ -126,9 +126,9 @@ def forward_kernel(
 @triton.jit
 def _dq_over(
     dq_MC, q_MC, dout_MC, log_sum_M, delta_M, k, k_row, v, v_row, query_M, low_M, high_M, begin, all_from, all_to, end,
-    scale, KIND: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, PAD: tl.constexpr, N: tl.constexpr,
+    scale, DRAFT: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, PAD: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the queries, without the scale, continued over the keys of [begin, end)."""
+    """The gradient of the queries, without the scale, continued over the keys of [begin, end), as in _forward_over."""
     for start in tl.range(begin, end, N):
         key_N = start + tl.arange(0, N)
         k_NC = _rows(k, start, k_row, N, C, PAD)
@@ -137,7 +137,7 @@ def _dq_over(
         dweight = tl.dot(dout_MC, tl.trans(v_NC), input_precision="ieee")
         weight = tl.exp2(score * scale - log_sum_M[:, None])
         if (start < all_from) | (start >= all_to):
-            seen = _seen(key_N[None, :], query_M[:, None], low_M[:, None], high_M[:, None], GROUP, KIND)
+            seen = _seen(key_N[None, :], query_M[:, None], low_M[:, None], high_M[:, None], GROUP, DRAFT)
             weight = tl.where(seen, weight, 0.0)
         dscore = weight * (dweight - delta_M[:, None])
         dq_MC = tl.dot(dscore.to(k_NC.dtype), k_NC, dq_MC, input_precision="ieee")
@@ -167,13 +167,13 @@ def dq_kernel(
     dq_MC = _dq_over(
         dq_MC, q_MC, dout_MC, log_sum_M, delta_M, draft_k + key_head * draft_k_head, draft_k_row,
         draft_v + key_head * draft_v_head, draft_v_row, query_M, low_M, high_M, first, last, last, last,
-        scale, DRAFT, GROUP, C, PAD, N,
+        scale, True, GROUP, C, PAD, N,
     )  # fmt: skip
     k += key_head * k_head
     v += key_head * v_head
     dq_MC = _dq_over(
         dq_MC, q_MC, dout_MC, log_sum_M, delta_M, k, k_row, v, v_row, query_M, low_M, high_M, begin, all_from, all_to, end,
-        scale, CONTEXT, GROUP, C, PAD, N,
+        scale, False, GROUP, C, PAD, N,
     )  # fmt: skip
     _put_rows(dq + head * dq_head, tile * M, dq_row, dq_MC * natural_scale, M, C, PAD)
 
@@ -181,10 +181,13 @@ def dq_kernel(
 @triton.jit
 def _dkv_over(
     dk_NC, dv_NC, k_NC, v_NC, key_N, q, q_row, q_head, dout, dout_row, dout_head, low, high, log_sum, delta,
-    first, all_from, all_to, last, num_queries, scale, KIND: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    first, all_from, all_to, last, num_queries, scale, DRAFT: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
     C: tl.constexpr, PAD: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of these keys (without the scale) and values, continued over the query tiles of [first, last), all heads."""
+    """Gradients of these keys (without the scale) and values, continued over the query tiles of [first, last), all heads.
+
+    Tiles that begin in [all_from, all_to) see all the keys.
+    """
     num_tiles = tl.cdiv(last - first, M)
     for number in tl.range(0, HEADS * num_tiles):
         head = 0 if HEADS == 1 else number // num_tiles
@@ -199,7 +202,7 @@ def _dkv_over(
         weight = tl.exp2(score * scale - log_sum_M[None, :])
         if (start < all_from) | (start >= all_to):
             low_M, high_M = _intervals(low, high, query_M, GROUP)
-            seen = _seen(key_N[:, None], query_M[None, :], low_M[None, :], high_M[None, :], GROUP, KIND)
+            seen = _seen(key_N[:, None], query_M[None, :], low_M[None, :], high_M[None, :], GROUP, DRAFT)
             weight = tl.where(seen, weight, 0.0)
         dv_NC = tl.dot(weight.to(dout_MC.dtype), dout_MC, dv_NC, input_precision="ieee")
         dscore = weight * (dweight - delta_M[None, :])
@@ -241,7 +244,7 @@ def dkv_kernel(
         v_NC = _rows(v + key_head * v_head, tile * N, v_row, N, C, PAD)
         dk_NC, dv_NC = _dkv_over(
             dk_NC, dv_NC, k_NC, v_NC, key_N, q, q_row, q_head, dout, dout_row, dout_head, low, high, log_sum, delta,
-            begin, all_from, all_to, end, num_queries, scale, CONTEXT, 1 if APART else HEADS, GROUP, C, PAD, M, N,
+            begin, all_from, all_to, end, num_queries, scale, False, 1 if APART else HEADS, GROUP, C, PAD, M, N,
         )  # fmt: skip
         _put_rows(dk + head * dk_head, tile * N, dk_row, dk_NC * natural_scale, N, C, PAD)
         _put_rows(dv + head * dv_head, tile * N, dv_row, dv_NC, N, C, PAD)
@@ -253,7 +256,7 @@ def dkv_kernel(
         v_NC = _rows(draft_v + key_head * draft_v_head, tile * N, draft_v_row, N, C, PAD)
         dk_NC, dv_NC = _dkv_over(
             dk_NC, dv_NC, k_NC, v_NC, key_N, q, q_row, q_head, dout, dout_row, dout_head, low, high, log_sum, delta,
-            first, last, last, last, num_queries, scale, DRAFT, HEADS, GROUP, C, PAD, M, N,
+            first, last, last, last, num_queries, scale, True, HEADS, GROUP, C, PAD, M, N,
         )  # fmt: skip
         _put_rows(draft_dk + head * draft_dk_head, tile * N, draft_dk_row, dk_NC * natural_scale, N, C, PAD)
         _put_rows(draft_dv + head * draft_dv_head, tile * N, draft_dv_row, dv_NC, N, C, PAD)

@@ -47,7 +47,7 @@ class Blocks:
     """The blocks of one row. N anchor slots, K tokens a block, J = K-1 predicted slots."""
 
     keep_N: Tensor  # bool [N]: the slot is used
-    token_ids_Q: Tensor  # int64 [N·K]: anchor token, then MASK
+    token_ids_U: Tensor  # int64 [N + 1]: the anchors' tokens, and MASK, which stands behind each of them K-1 times
     position_Q: Tensor  # int64 [N·K]: position in the document
     label_NJ: Tensor  # int64 [N, K-1]: the token to predict, 0 where there is none
     weight_NJ: Tensor  # float32 [N, K-1]: loss weight, 0 where there is nothing to learn
@@ -110,14 +110,13 @@ def make_blocks(
     place_NK = place_NK.clamp(max=num_tokens - 1)
     learned_NK = inside_NK & (start_T[place_NK] == start_N[:, None]) & (supervised_T[place_NK] != 0) & keep_N[:, None]
 
-    token_ids_NK = torch.full_like(place_NK, mask_token_id)
-    token_ids_NK[:, 0] = token_ids_T[anchor_N].long()
+    first_N = token_ids_T[anchor_N].long()
     position_NK = position_T[anchor_N].long()[:, None] + slot_K
     low_N = torch.where(keep_N, start_N, 0)
     high_N = torch.where(keep_N, anchor_N, 0)
     return Blocks(
         keep_N=keep_N,
-        token_ids_Q=token_ids_NK.flatten(),
+        token_ids_U=torch.cat((first_N, first_N.new_full((1,), mask_token_id))),
         position_Q=position_NK.flatten(),
         label_NJ=torch.where(learned_NK, token_ids_T[place_NK].long(), 0)[:, 1:],
         weight_NJ=(learned_NK.float()[:, 1:] * decay_J),

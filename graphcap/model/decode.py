@@ -70,11 +70,11 @@ class DrafterCache:
 def draft_logits(drafter: Drafter, target: Target, cache: DrafterCache, token_id: int) -> Tensor:
     """The drafter's logits of the K-1 tokens after `token_id`, which stands right behind the cached context: [K-1, V]."""
     config, device = drafter.config, target.head_VD.device
-    first_1D, mask_1D = (target.embed(torch.tensor([one], device=device)) for one in (token_id, config.mask_token_id))
+    embeddings_UD = target.embed(torch.tensor([token_id, config.mask_token_id], device=device))
     position_K = torch.arange(cache.length, cache.length + config.block_size, device=device)
     attend = DenseAttention()  # under no mask: every query of the block sees the whole context and the whole block
     context = cache.context()
-    hidden_KD = drafter(first_1D, mask_1D, position_K, context, lambda q, *keys: attend(q, *keys, None, drafter.scale))
+    hidden_KD = drafter(embeddings_UD, position_K, context, lambda q, *keys: attend(q, *keys, None, drafter.scale))
     return hidden_KD[1:] @ target.head_VD.T
 
 

@@ -108,9 +108,9 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps)
 
-    def projected(self, x: Tensor) -> Tensor:
+    def projected(self, x_SD: Tensor) -> Tensor:
         """Queries, keys and values side by side, [S, (H + 2G) · C]."""
-        return linear(x, self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
+        return linear(x_SD, self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
 
     def forward(self, joined_QR: Tensor, table: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], attend) -> Tensor:
         """joined_QR: from `projected`.
@@ -159,15 +159,15 @@ class Layer(nn.Module):
         table: tuple[Tensor, Tensor],
         context: tuple[Tensor, Tensor],
         attend,
-        distinct_UD: Tensor | None = None,
+        block_size: int | None,
     ) -> tuple[Tensor, Tensor]:
-        """distinct_UD: where x is `in_blocks` of these, they are normed and projected in its place: a K-th of the work."""
-        if distinct_UD is None:
+        """block_size: where x is not yet laid out `in_blocks`, [N + 1, D]: normed and projected first, a K-th of the work."""
+        if block_size is None:
             x_QD, normed_QD = self.input_layernorm.after(x_QD, added_QD)
             joined_QR = self.self_attn.projected(normed_QD)
         else:
-            joined_UR = self.self_attn.projected(self.input_layernorm(distinct_UD))
-            joined_QR = in_blocks(joined_UR, len(x_QD) // (len(distinct_UD) - 1))
+            joined_QR = in_blocks(self.self_attn.projected(self.input_layernorm(x_QD)), block_size)
+            x_QD = in_blocks(x_QD, block_size)
         x_QD, normed_QD = self.post_attention_layernorm.after(x_QD, self.self_attn(joined_QR, table, context, attend))
         return x_QD, self.mlp(normed_QD)
 
@@ -207,26 +207,23 @@ class Drafter(nn.Module):
             for one, k, v in zip(attentions, parts[::2], parts[1::2], strict=True)
         ]
 
-    def forward(
-        self, first_ND: Tensor, mask_1D: Tensor, position_Q: Tensor, context: list[tuple[Tensor, Tensor]], attend
-    ) -> Tensor:
-        """Final hidden states [Q, D] of N blocks of K tokens, Q = N·K: a block is its own first token, and MASKs.
+    def forward(self, embeddings_UD: Tensor, position_Q: Tensor, context: list[tuple[Tensor, Tensor]], attend) -> Tensor:
+        """Final hidden states [Q, D] of N blocks of K tokens: a block is a first token of its own, and MASKs.
 
-        first_ND, mask_1D: embeddings of the first tokens and of MASK. position_Q: int [Q], the document positions of the
+        embeddings_UD: [N + 1, D], of the first tokens and, last, of MASK. position_Q: int [Q], the document positions of the
         blocks' tokens. context: of every layer, from `context`. attend(q_HQC, context, block) -> [H, Q, C]: attention over the
         keys and values of both. Capture: safe.
         """
-        table = self.table(position_Q, first_ND.dtype)
-        distinct_UD = torch.cat((first_ND, mask_1D))
-        x_QD, added_QD = in_blocks(distinct_UD, self.config.block_size), None
+        table = self.table(position_Q, embeddings_UD.dtype)
+        x_QD, added_QD, block_size = embeddings_UD, None, self.config.block_size
         for layer, keys_values in zip(self.layers, context, strict=True):
             if self.checkpointing:
                 x_QD = x_QD if added_QD is None else x_QD + added_QD  # one tensor to keep, not two
-                inputs = x_QD, None, table, keys_values, attend, distinct_UD
+                inputs = x_QD, None, table, keys_values, attend, block_size
                 x_QD, added_QD = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:
-                x_QD, added_QD = layer(x_QD, added_QD, table, keys_values, attend, distinct_UD)
-            distinct_UD = None  # behind the first layer no two are alike
+                x_QD, added_QD = layer(x_QD, added_QD, table, keys_values, attend, block_size)
+            block_size = None  # behind the first layer no two tokens are alike
         return self.norm.after(x_QD, added_QD)[1]
 
     def table(self, position_S: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

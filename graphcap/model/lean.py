@@ -121,10 +121,11 @@ def _normed(norm: nn.Module, x_TD: Tensor) -> Tensor:
     return after_norm(x_TD, None, norm.weight, norm.variance_epsilon)[1]
 
 
-def _add_product_(x_TD: Tensor, of_TI: Tensor, linear: nn.Linear) -> None:
-    x_TD.addmm_(of_TI, linear.weight.T)
-    if linear.bias is not None:
-        x_TD += linear.bias
+def _add_product_(x_TD: Tensor, input_TI: Tensor, projection: nn.Linear) -> None:
+    """x += projection(input)."""
+    x_TD.addmm_(input_TI, projection.weight.T)
+    if projection.bias is not None:
+        x_TD += projection.bias
 
 
 def _attended(module: nn.Module, x_TD: Tensor, table: tuple[Tensor, Tensor], attend) -> Tensor:

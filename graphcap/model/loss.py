@@ -1,7 +1,7 @@
 """Head and loss in one: logits exist only for a chunk of draft tokens, and their gradient is made where they are.
 
-The forward computes, chunk by chunk, the logits, the loss, over the logits their gradient, and the gradient of the hidden
-states, so nothing of size tokens × vocabulary is kept and the head's matmul is never done twice. Slot 0 of a block is
+Chunk by chunk: the logits, the losses, over the logits their gradient and, where asked, the gradient of the hidden states. So
+nothing of size tokens × vocabulary is kept and the head's matmul is never done twice. Slot 0 of a block is
 never sent here.
 
 Calls: engine/step.py.
@@ -30,8 +30,9 @@ def head_loss(
     """Weighted sum of cross-entropies, which predictions are right, and the sum's gradient in the hidden states.
 
     hidden_MD: [M, D] in the head's dtype. head_VD: [V, D], frozen. label_M: int64 [M]. weight_M: float32 [M].
-    Returns float32 [], bool [M] (the largest logit is the label's) and, with_gradient, [M, D] in the head's dtype; autograd
-    takes up from there. Logits are taken to float32 before the softmax. Capture: safe.
+    Returns float32 [], bool [M] (the largest logit is the label's) and, with_gradient, [M, D] in the head's dtype, which
+    `torch.autograd.grad(hidden, …, gradient)` takes on: nothing here is known to autograd. Logits are taken to float32 before
+    the softmax. Capture: safe.
     """
     gradient_MD = torch.empty_like(hidden_MD) if with_gradient else None
     loss_M = torch.empty_like(weight_M)

@@ -47,10 +47,9 @@ class Forward:
 
     def outputs(self, features: torch.Tensor) -> torch.Tensor:
         """[N, K, D]."""
-        mask = DenseAttention().mask(self.blocks.visibility, self.blocks.token_ids_Q.numel())
+        mask = DenseAttention().mask(self.blocks.visibility, self.blocks.position_Q.numel())
         hidden = self.drafter(
-            self.target.embed(self.blocks.token_ids_Q[:: self.drafter.config.block_size]),
-            self.target.embed(self.blocks.token_ids_Q[1:2]),
+            self.target.embed(self.blocks.token_ids_U),
             self.blocks.position_Q,
             self.drafter.context(features, self.tensors[1]),
             lambda q, *keys: DenseAttention()(q, *keys, mask, self.drafter.scale),
@@ -64,7 +63,9 @@ class Forward:
     def loss(self, hidden_JD: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss of a block, and its gradient in the block's hidden states."""
         labels, weights = self.blocks.label_NJ[block], self.blocks.weight_NJ[block]
-        return head_loss(hidden_JD, self.target.head_VD, labels, weights, chunk_tokens=64, with_gradient=True)[::2]
+        settings = {"chunk_tokens": 64, "with_gradient": True}
+        loss_sum, _, gradient_JD = head_loss(hidden_JD, self.target.head_VD, labels, weights, **settings)
+        return loss_sum, gradient_JD
 
 
 @pytest.fixture

@@ -194,8 +194,16 @@ def test_an_extract_that_is_interrupted_keeps_its_work_and_goes_on(small, stored
         assert np.array_equal(whole._table[name], again._table[name])
 
 
+@pytest.fixture
+def heard():
+    """SIGHUP as a terminal starts programs, not ignored as under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("numbers", [(signal.SIGTERM,), (signal.SIGHUP, signal.SIGHUP), (signal.SIGUSR1,), (signal.SIGINT,)])
-def test_a_signal_lets_extract_keep_its_work_and_go_on(numbers, small, stored, tmp_path, monkeypatch, capsys):
+def test_a_signal_lets_extract_keep_its_work_and_go_on(numbers, heard, small, stored, tmp_path, monkeypatch, capsys):
     command, added, add = ["extract", *small, "--out", str(tmp_path / "store")], [], FeatureWriter.add
 
     def signalled(self, *arguments):

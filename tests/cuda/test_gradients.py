@@ -14,7 +14,7 @@ from graphcap.data.planner import Bucket
 from graphcap.engine import Engine
 from graphcap.kernels import written_out
 from tests.cuda.test_engine import DEVICE, random_row
-from tests.toys import TableTarget, fresh_seed, make_step, random_drafter, relative
+from tests.toys import TableTarget, first_layer_is_the_plain_one, fresh_seed, make_step, random_drafter, relative
 
 pytestmark = pytest.mark.cuda
 BUCKET, MOST = Bucket(512, 64), 0.01
@@ -65,3 +65,8 @@ def test_every_gradient_is_the_float32_references(head_dim, key_heads):
             most = max(MOST, 1.25 * torchs_largest)
             assert largest <= most, {name: errors[name] for name in names}
             assert max(relative(ours[name] - other[name], other[name]) for name in names) > most
+
+
+def test_the_first_layer_on_distinct_rows_is_the_layer_on_all_of_them():
+    fresh_seed()
+    first_layer_is_the_plain_one(64, 16, DEVICE, torch.bfloat16, 0.02)

@@ -58,9 +58,12 @@ def measured_and_predicted(
         (Bucket(8192, 256), {"chunk_tokens": 4096}),
         (Bucket(4096, 1024), {"checkpointing": True}),
         (Bucket(512, 32), {"chunk_tokens": 256}),
+        (Bucket(1024, 128), {"chunk_tokens": 8192}),
+        (Bucket(16384, 64), {"checkpointing": True}),
         (Bucket(8192, 1024), {"chunk_tokens": 8192}),  # logits of 768 MiB, as training makes them
         (Bucket(8192, 1024), {"widths": MIDDLE | QWEN}),
         (Bucket(4096, 512), {"widths": LARGE | QWEN}),
+        (Bucket(8192, 64), {"widths": LARGE, "checkpointing": True}),  # gradients of keys, of each query head alone
     ],
 )
 def test_predicted_within_a_tenth_and_never_far_under(bucket, changes):

@@ -105,7 +105,7 @@ def test_labels_weights_ids_and_positions_are_those_of_a_loop_over_slots(block_s
         assert blocks.keep_N[n] == (anchor != UNUSED)
         if anchor == UNUSED:
             continue
-        assert blocks.token_ids_Q[here].tolist() == [tokens[anchor]] + [MASK_ID] * (block_size - 1)
+        assert blocks.token_ids_U[n] == tokens[anchor]
         assert blocks.position_Q[here].tolist() == [position[anchor] + k for k in range(block_size)]
     assert (blocks.label_NJ[blocks.weight_NJ == 0] == 0).all()
     supervised[anchors[0] + 1] = 0  # must fail: one label is not supervised
@@ -117,7 +117,7 @@ def test_the_label_of_slot_k_is_the_token_k_after_the_anchor_and_slot_0_has_none
     tensors = (torch.arange(32) + 20, torch.arange(32), torch.ones(32, dtype=torch.int64), torch.tensor([10]))
     blocks = blocks_of(tensors, 8)
     assert blocks.label_NJ.tolist() == [[31, 32, 33, 34, 35, 36, 37]]
-    assert blocks.token_ids_Q.tolist() == [30] + [MASK_ID] * 7
+    assert blocks.token_ids_U.tolist() == [30, MASK_ID]
 
 
 def test_no_label_has_weight_past_the_end_of_its_document_or_row():

@@ -37,15 +37,14 @@ class Recital:
     def context(self, features_SF, position_S):
         return [(position_S.double()[None, :, None], features_SF[None])]
 
-    def __call__(self, first_1D, mask_1D, position_K, context, attend):
+    def __call__(self, embeddings_UD, position_K, context, attend):
         """Hidden states whose largest logit is the token: rows of the head, which all have the same length."""
         start = int(position_K[0])
         ((positions, features),) = context
         assert position_K.tolist() == list(range(start, start + self.config.block_size))
         assert positions[0, :, 0].tolist() == list(range(start)), "the drafter's cache is the verified text, once and in order"
-        expected, mask = self.target.embed(torch.tensor([self.text[start], MASK_ID]))
-        assert torch.equal(first_1D, expected[None]), "the block begins with the last committed token"
-        assert torch.equal(mask_1D, mask[None])
+        expected = self.target.embed(torch.tensor([self.text[start], MASK_ID]))
+        assert torch.equal(embeddings_UD, expected), "the block begins with the last committed token"
         self.check_features(features[0], start)
         self.starts.append(start)
         return self.target.head_VD[[self.token(int(p)) for p in position_K]]
@@ -180,8 +179,7 @@ def test_a_draft_is_what_the_training_forward_would_predict_at_this_anchor():
             cache.append(drafter, features[start:end])
         ours = draft_logits(drafter, target, cache, int(ids[14])).argmax(-1)
         hidden = drafter(
-            target.embed(ids[14:15]),
-            target.embed(torch.tensor([MASK_ID])),
+            target.embed(torch.tensor([int(ids[14]), MASK_ID])),
             torch.arange(14, 14 + BLOCK),
             drafter.context(features[:14], torch.arange(14)),
             lambda q, *keys: naive_everything(q, *joined(*keys), drafter.scale),

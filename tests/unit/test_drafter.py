@@ -14,6 +14,7 @@ from tests.toys import (
     HIDDEN,
     MASK_ID,
     drafter_config,
+    first_layer_is_the_plain_one,
     fresh_seed,
     naive_drafter,
     naive_rotate,
@@ -71,17 +72,17 @@ def run_both(drafter: Drafter, block_size: int, seed: int, change=lambda inputs:
     decay_J = torch.tensor(decay(block_size, 4.0))
     blocks = make_blocks(token_ids, position, supervised, anchors, decay_J=decay_J, mask_token_id=MASK_ID)
     features = torch.randn(LENGTH, drafter.fc.in_features, dtype=torch.float64)
-    first, mask = (torch.randn(count, HIDDEN, dtype=torch.float64) for count in (NUM_ANCHORS, 1))
+    embeddings = torch.randn(NUM_ANCHORS + 1, HIDDEN, dtype=torch.float64)
     visible = DenseAttention().mask(blocks.visibility, NUM_ANCHORS * block_size)
     with torch.no_grad():
         context = drafter.context(features, position)
         attend = DenseAttention()
-        ours = drafter(first, mask, blocks.position_Q, context, lambda q, *keys: attend(q, *keys, visible, drafter.scale))
+        ours = drafter(embeddings, blocks.position_Q, context, lambda q, *keys: attend(q, *keys, visible, drafter.scale))
     weights = {name: tensor.detach().double().clone() for name, tensor in drafter.state_dict().items()}
     inputs = {
         "features_SF": features,
         "position_S": position,
-        "embeddings_QD": torch.cat([torch.cat((one[None], mask.expand(block_size - 1, -1))) for one in first]),
+        "embeddings_QD": torch.cat([embeddings[[n] + [-1] * (block_size - 1)] for n in range(NUM_ANCHORS)]),
         "position_Q": blocks.position_Q,
         "visible": visible,
         "weights": weights,
@@ -143,6 +144,12 @@ def test_keys_and_queries_meet_by_their_distance_only():
         return seen[0]
 
     torch.testing.assert_close(scores(0), scores(50), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("blocks", "block_size"), [(1, 2), (6, 4)])
+def test_the_first_layer_on_distinct_rows_is_the_layer_on_all_of_them(blocks, block_size):
+    fresh_seed()
+    first_layer_is_the_plain_one(blocks, block_size, torch.device("cpu"), torch.float64, 1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

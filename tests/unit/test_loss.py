@@ -94,18 +94,26 @@ def test_evaluation_makes_no_gradient_and_the_same_loss():
     loss, correct, gradient = head_loss(*inputs, chunk_tokens=7, with_gradient=False)
     expected = loss_of(*inputs)
     assert gradient is None and torch.equal(loss, expected[0]) and torch.equal(correct, expected[1])
+    hidden, *rest = inputs
+    assert not torch.equal(head_loss(hidden * 1.01, *rest, chunk_tokens=7, with_gradient=False)[0], loss)  # must fail
 
 
 def test_rows_in_blocks_are_what_indexing_gives_forward_and_backward():
     fresh_seed()
-    place = torch.tensor([0, 3, 3, 3, 1, 3, 3, 3, 2, 3, 3, 3])
-    for dtype, width in ((torch.float64, 6), (torch.float32, 5), (torch.bfloat16, 8)):
-        x_UD, upstream = torch.randn(4, width, dtype=dtype, requires_grad=True), torch.randn(12, width, dtype=dtype)
-        ours, expected = in_blocks(x_UD, 4), x_UD[place]
-        assert torch.equal(ours, expected) and not torch.equal(ours, x_UD[place.roll(1)])
+    kinds = ((3, 4, torch.float64, 6), (1, 2, torch.float32, 5), (5, 3, torch.bfloat16, 8), (2, 7, torch.bfloat16, 5))
+    for blocks, block_size, dtype, width in kinds:
+        place = torch.tensor([[n] + [blocks] * (block_size - 1) for n in range(blocks)]).flatten()
+        x_UD = torch.randn(blocks + 1, width, dtype=dtype, requires_grad=True)
+        upstream = torch.randn(width, len(place), dtype=dtype).T  # rows that do not follow each other
+        ours = in_blocks(x_UD, block_size)
+        assert torch.equal(ours, x_UD[place]) and not torch.equal(ours, x_UD[place.roll(1)])
         (gradient,) = torch.autograd.grad(ours, x_UD, upstream)
-        summed = torch.zeros(4, width, dtype=torch.float64).index_add_(0, place, upstream.double())
-        torch.testing.assert_close(gradient, summed.to(dtype))
+        summed, wrong = (
+            torch.zeros(len(x_UD), width, dtype=torch.float64).index_add_(0, to, upstream.double()).to(dtype)
+            for to in (place, place.roll(1))
+        )
+        torch.testing.assert_close(gradient, summed)
+        assert not torch.allclose(gradient, wrong)  # must fail
 
 
 def test_a_block_without_its_first_token_is_torchs_slice_forward_and_backward():

@@ -1,6 +1,7 @@
 """Predicted memory: counted by hand for one bucket, what fits and what does not. Against a GPU: tests/cuda/test_memory.py."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -23,22 +24,40 @@ def sizes(**changes) -> Sizes:
     return Sizes(**{**plain, **changes})
 
 
-def test_a_bucket_counted_by_hand():
-    """Two rows of tokens each named once: features, context, blocks, layers, logits."""
-    c = sizes().drafter
+def forward_by_hand(c) -> int:
+    """What is kept of 256 tokens and 16 blocks of 8 when the loss is computed, in numbers, each tensor named once."""
     rows, draft, keys, queries = 256, 128, c.num_kv_heads * c.head_dim, c.num_heads * c.head_dim
     numbers = rows * 2 * c.hidden_size  # features
     numbers += rows * (2 * c.hidden_size + 2 * c.head_dim)  # fused, normed, rotary table
     numbers += c.num_layers * rows * 3 * keys  # raw keys, rotated keys, values
-    numbers += draft * (2 * c.hidden_size + 2 * c.head_dim)
-    for _ in range(c.num_layers):
-        numbers += 4 * draft * c.hidden_size + 4 * draft * queries + 3 * draft * c.intermediate_size
-        numbers += draft * 3 * keys  # raw keys, rotated keys, values
-    numbers -= draft * c.hidden_size  # what the first layer norms is one row a block and MASK's
-    predicted = 16 * 7
-    numbers += 100 * c.vocab_size + 2 * predicted * c.hidden_size
-    assert sizes().step_bytes(Bucket(256, 16)) == pytest.approx(SEGMENT_BYTES + ROUNDING * 2 * numbers, abs=1)
-    assert sizes().held_bytes() == 5000 + 1000 * (2 + 16) + WORKSPACE_BYTES
+    for layer in range(c.num_layers):
+        if layer:
+            numbers += 2 * draft * c.hidden_size  # the sum before attention and its norm: in the first layer a row a block
+        numbers += draft * (4 * queries + 3 * keys)  # raw and rotated queries, output, what it is projected from; keys, values
+        numbers += 2 * draft * c.hidden_size + 3 * draft * c.intermediate_size  # the sum before the MLP, its norm; the MLP
+    numbers += draft * (2 * c.hidden_size + 2 * c.head_dim)  # the last sum and its norm, rotary table
+    return numbers + 2 * 16 * 7 * c.hidden_size  # hidden states of what is predicted, and their gradient
+
+
+def test_a_bucket_counted_by_hand():
+    few, many = sizes(), sizes(drafter=replace(sizes().drafter, vocab_size=1000))
+    heads = 2 * 256 * 32 * 2  # when the backward begins: gradients of keys and values of every query head, in float32
+    logits = 100 * 1000
+    for one, extra in ((few, heads), (many, logits)):
+        numbers = forward_by_hand(one.drafter) + extra
+        assert one.step_bytes(Bucket(256, 16)) == pytest.approx(SEGMENT_BYTES + ROUNDING * 2 * numbers, abs=1)
+    assert few.held_bytes() == 5000 + 1000 * (2 + 16) + WORKSPACE_BYTES
+
+
+def test_with_checkpoints_a_layers_input_is_kept_and_one_layer_run_again():
+    c, rows, draft = sizes().drafter, 128, 128
+    keys, queries = c.num_kv_heads * c.head_dim, c.num_heads * c.head_dim
+    numbers = rows * (2 * c.hidden_size + 2 * c.hidden_size + 2 * c.head_dim + 3 * c.num_layers * keys)  # features, context
+    numbers += draft * (2 * c.hidden_size + 2 * c.head_dim) + 2 * 16 * 7 * c.hidden_size
+    numbers += draft * c.hidden_size  # the second layer's input; the first one's is a row a block
+    numbers += draft * (4 * (c.hidden_size + queries) + 3 * c.intermediate_size + 3 * keys) + 2 * rows * queries * 2
+    expected = SEGMENT_BYTES + ROUNDING * 2 * numbers
+    assert sizes(checkpointing=True).step_bytes(Bucket(128, 16)) == pytest.approx(expected, abs=1)
 
 
 def test_at_the_end_of_the_backward_every_gradient_is_there():
@@ -46,7 +65,9 @@ def test_at_the_end_of_the_backward_every_gradient_is_there():
     keys, queries = c.num_kv_heads * c.head_dim, c.num_heads * c.head_dim
     numbers = rows * (2 * c.hidden_size + 2 * c.hidden_size + 2 * c.head_dim + 3 * c.num_layers * keys)  # features, context
     numbers += draft * (2 * c.hidden_size + 2 * c.head_dim)
-    numbers += draft * (4 * (c.hidden_size + queries) + 3 * c.intermediate_size + 3 * keys)  # one layer
+    numbers += (
+        draft * (4 * (c.hidden_size + queries) + 3 * c.intermediate_size + 3 * keys) + 2 * rows * queries * 2
+    )  # one layer
     numbers += 10**7 + c.num_layers * rows * 2 * keys  # the gradients: of parameters, and of the context's keys and values
     assert large.step_bytes(Bucket(256, 16)) == pytest.approx(SEGMENT_BYTES + ROUNDING * 2 * numbers, abs=1)
 

@@ -16,6 +16,15 @@ def mutate():
     return module
 
 
+def test_a_fault_is_caught_and_a_change_that_is_none_is_not(mutate):
+    fault = next(one for one in mutate.read_mutations(ROOT) if one.file == "graphcap/model/blocks.py")
+    caught, line = mutate.judge(fault, [])
+    assert caught, line
+    harmless = mutate.Mutation(**(vars(fault) | {"replace": fault.find}))
+    caught, line = mutate.judge(harmless, [])  # must fail
+    assert not caught and "NO TEST" not in line, line
+
+
 def test_every_mutation_can_be_applied_once_and_names_a_test_that_exists(mutate):
     mutations = mutate.read_mutations(ROOT)
     assert len(mutations) >= 27
