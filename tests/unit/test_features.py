@@ -496,7 +496,7 @@ def test_interrupted_after_every_call_that_changes_the_disk_close_keeps_what_was
         assert damaged(store, documents[:added]) == {} and store.num_documents in (added, added + 1)
         if whole:
             break
-    assert 20 < at < 199 and added == 9
+    assert len(documents) < at < 199 and added == 9  # each is written at least once
 
 
 def test_what_was_added_before_an_error_is_kept_by_close(tmp_path):
