@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from graphcap.kernels import attention, loss, options, rows, update, walks
+from graphcap.kernels import attention, loss, options, rows, sums, update, walks
 
 SHARED_BYTES = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}  # KB a block
 WIDTHS = {"smol": (576, 1536), "q0.6b": (1024, 3072), "q8b": (4096, 12288), "q14b": (5120, 17408)}  # hidden, MLP
@@ -80,8 +80,11 @@ def attend(heads: int, key_heads: int, head_dim: int, dtype: torch.dtype) -> Non
 
 def pass_between(hidden: int, width: int, dtype: torch.dtype) -> None:
     x, other, gate_up = (torch.zeros(64, size, dtype=dtype, requires_grad=True) for size in (hidden, hidden, 2 * width))
-    total, out = rows.norm(x, other, torch.ones(hidden, dtype=dtype, requires_grad=True), 1e-6)
-    (total.sum() + out.sum() + rows.norm(x, None, torch.ones(hidden, dtype=dtype), 1e-6)[1].sum()).backward()
+    for skipped_of in (0, BLOCK_SIZE):
+        total, out = rows.norm(x, other, torch.ones(hidden, dtype=dtype, requires_grad=True), 1e-6, skipped_of)
+        (total.sum() + out.sum()).backward()
+    rows.norm(x, None, torch.ones(hidden, dtype=dtype), 1e-6)[1].sum().backward()
+    sums.of_blocks(x.detach().unflatten(0, (-1, BLOCK_SIZE)))
     rows.gate(gate_up).sum().backward()
 
 

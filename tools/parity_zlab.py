@@ -84,7 +84,7 @@ class Trace:
     prompt: list[int]
     token_ids: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
-    hidden: list[Tensor] = field(default_factory=list)  # [K, D] of the drafter's final norm
+    hidden: list[Tensor] = field(default_factory=list)  # [K-1, D] of the drafter's final norm, without slot 0
     logits: list[Tensor] = field(default_factory=list)  # [K, V] of the target over the block
     draft_gaps: list[list[float]] = field(default_factory=list)  # largest minus second largest logit of slots 1 … K-1
     target_gaps: list[list[float]] = field(default_factory=list)  # of slots 0 … K-1
@@ -146,7 +146,7 @@ def run_zlab(module, job: Job, attention: str) -> list[Trace]:
     drafter, target = load_zlab_drafter(module, job.folder, attention), job.load_target()
     logits, hidden, traces = [], [], []
     target.lm_head.register_forward_hook(lambda _, __, out: logits.append(out[0].float().clone()))
-    drafter.register_forward_hook(lambda _, __, out: hidden.append(out[0].clone()))
+    drafter.register_forward_hook(lambda _, __, out: hidden.append(out[0, 1:].clone()))
     for prompt in job.prompts:
         logits.clear(), hidden.clear()
         out = module.dflash_generate(

@@ -19,15 +19,15 @@ from graphcap.model.blocks import Blocks, Visibility
 from graphcap.model.drafter import Layer
 
 NUM_SAMPLED = 64
-REFERENCE_BLOCKS = 8  # sampled blocks that are in the reference's memory at a time
+REFERENCE_BLOCKS = 2  # sampled blocks that are in the reference's memory at a time
 TOLERANCE = 0.05  # of a block's or tensor's norm: bf16 stays under 0.02, one key too many is far above in short contexts
 
 
 def audit_attention(layer: Layer, blocks: Blocks, table_Q, context, attend, *, bucket_name: str, scale: float) -> None:
-    """Compare `layer`, as all but the first train, with a dense float32 copy of it on sampled blocks.
+    """Compare `layer`, as those in the middle train, with a dense float32 copy of it on sampled blocks.
 
-    The first differs before its attention only. table_Q: rotary table of the blocks. context: keys and values [G, T, C].
-    attend: the attention that training hands to the layer. All of them laid out in memory as in training.
+    The first differs before its attention only, and the last behind it. table_Q: rotary table of the blocks. context: keys
+    and values [G, T, C]. attend: the attention that training hands to the layer. All of them laid out in memory as in training.
     Raises: CaptureError naming bucket and quantity, with the largest relative error.
     """
     device, group = table_Q[0].device, blocks.visibility.group
@@ -37,7 +37,7 @@ def audit_attention(layer: Layer, blocks: Blocks, table_Q, context, attend, *, b
     generator = torch.Generator(device).manual_seed(1)
     incoming_MD = torch.randn(token_M.numel(), x.shape[1], generator=generator, device=device)
 
-    out = torch.add(*layer(x, None, table_Q, (k, v), attend, None))
+    out = torch.add(*layer(x, None, table_Q, (k, v), attend, group))
     gradient = torch.zeros_like(out).index_copy_(0, token_M, incoming_MD.to(out.dtype))
     dx, dk, dv = torch.autograd.grad(out, (x, k, v), gradient)
 
@@ -95,7 +95,7 @@ def _reference(layer: Layer, x_QD, table_Q, context, visibility: Visibility, sam
         table_M = tuple(part[token_M].float() for part in table_Q)
         attend = functools.partial(_dense, mask_QS=mask, scale=scale)
         with written_out():  # no kernel checks itself
-            out = torch.add(*exact(x, None, table_M, (k, v), attend, None))
+            out = torch.add(*exact(x, None, table_M, (k, v), attend, group))
         dx, part_k, part_v = torch.autograd.grad(out, (x, k, v), incoming)
         outputs.append(out.detach())
         gradients.append(dx)

@@ -158,13 +158,13 @@ class FixedSteps:
         self.block_K[1:] = self.drafter.config.mask_token_id
         key = torch.arange(self.max_length + self.block_size, device=self.length.device)
         mask_KS = ((key < self.length) | (key >= self.max_length)).expand(self.block_size, -1)
-        hidden_KD = self.drafter(
+        hidden_JD = self.drafter(
             self.target.embed(self.block_K[:2]),
             self.length + self.offset_K,
             self.context,
             lambda q, *keys: masked_attention(q, *joined(*keys), mask_KS, self.drafter.scale),
         )
-        logits_JV = hidden_KD[1:] @ self.target.head_VD.T
+        logits_JV = hidden_JD @ self.target.head_VD.T
         self.block_K[1:] = propose(logits_JV, self.sampling, self.uniform_2K[1:, :-1])[0]
         if self.sampling.draws_drafts:
             self.draft_logits_JV.copy_(logits_JV)

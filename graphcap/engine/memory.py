@@ -1,9 +1,9 @@
 """What training needs of a GPU's memory, from sizes alone: before a target is loaded, and for any bucket.
 
 Counted, tensor by tensor, from what a micro step keeps at its fullest moments: in the head and loss of the last chunk, when the
-backward begins, or at its end, when every gradient is there. A graph's pool adds what the allocator rounds up. What is
-predicted is the most that is allocated; torch's allocator may hold a few percent more in parts of segments that it cannot
-give back.
+backward begins, or at its end, when every gradient is there; and from the audit before it. A graph's pool adds what the
+allocator rounds up. What is predicted is the most that is allocated; torch's allocator may hold a few percent more in parts of
+segments that it cannot give back.
 tests/cuda/test_memory.py holds it against a captured bucket.
 
 Called by layout.py, room.py, extract.py and shapes.py.
@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 
 from graphcap.data.planner import TILE_TOKENS, Bucket
+from graphcap.engine.audit import REFERENCE_BLOCKS
 from graphcap.engine.guard import CHECKSUM_BYTES
 from graphcap.model.drafter import DrafterConfig
 
@@ -43,7 +44,8 @@ class Sizes:
 
     def needed_bytes(self, *buckets: Bucket) -> int:
         """Memory of a run over these buckets, start-up included; CUDA's own context is not counted."""
-        step = max(self.step_bytes(bucket) for bucket in buckets)  # graphs of all buckets share one pool
+        # graphs of all buckets share one pool
+        step = max(part for bucket in buckets for part in (self.step_bytes(bucket), self.audit_bytes(bucket)))
         checksums = SEGMENT_BYTES + 2 * min(CHECKSUM_BYTES, 4 * self.num_parameters)  # of the audit: more than a small step
         return self.held_bytes() + max(step, checksums) + self._slot_bytes(buckets)
 
@@ -57,20 +59,32 @@ class Sizes:
         queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         features = 0 if self.stored else rows * len(c.target_layer_ids) * c.hidden_size
         context = rows * (2 * c.hidden_size + 2 * c.head_dim + 3 * c.num_layers * keys)
-        blocks = draft * (2 * c.hidden_size + 2 * c.head_dim)  # the last sum and its norm, rotary table
-        layer = draft * (4 * (c.hidden_size + queries) + 3 * c.intermediate_size + 3 * keys)
         predicted = draft // c.block_size * (c.block_size - 1)
+        blocks = draft * 2 * c.head_dim + predicted * 2 * c.hidden_size  # rotary table; the last sum and its norm
+        layer = draft * (4 * (c.hidden_size + queries) + 3 * c.intermediate_size + 3 * keys)
         loss = min(predicted, self.chunk_tokens) * c.vocab_size
         heads = 2 * rows * queries * 4 // self.itemsize if queries > keys else 0  # float32, of each query head alone
         if self.checkpointing:  # of the first layer one row a block
             kept, turning = (c.num_layers - 1) * draft * c.hidden_size, layer + heads
-        else:  # not what goes into the first layer, nor its norm
-            kept, turning = c.num_layers * layer - 2 * draft * c.hidden_size, max(2 * draft * c.intermediate_size, heads)
-        forward_ends = context + blocks + kept + max(loss, turning) + 2 * predicted * c.hidden_size
+        else:  # not what goes into the first layer, nor its norm; nor of the last behind its attention what is not predicted
+            kept = c.num_layers * layer - 2 * draft * c.hidden_size
+            kept -= (draft - predicted) * (2 * c.hidden_size + 3 * c.intermediate_size)
+            turning = max(2 * draft * c.intermediate_size, heads)
+        forward_ends = context + blocks + kept + max(loss, turning) + predicted * c.hidden_size
         # Every gradient in the compute dtype; those of the context's keys and values wait for the end.
         backward_ends = context + blocks + layer + heads + self.num_parameters + 2 * c.num_layers * rows * keys
         numbers = features + max(self._target_numbers(rows), forward_ends, backward_ends)
         return SEGMENT_BYTES + math.ceil(ROUNDING * self.itemsize * numbers)
+
+    def audit_bytes(self, bucket: Bucket) -> int:
+        """What the audit of a bucket's attention takes, before its graphs: more than a step of few anchors in a long row."""
+        c, rows, draft = self.drafter, bucket.length, bucket.num_anchors * self.drafter.block_size
+        queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        parameters = c.hidden_size * (2 * queries + 2 * keys + 3 * c.intermediate_size)
+        scores = 3 * c.num_heads * REFERENCE_BLOCKS * c.block_size  # and their gradients
+        exact = parameters + rows * (3 * queries + 6 * keys + scores)  # keys and values once a query head, and gradients
+        kept = rows * (2 * c.num_layers + 1) * keys + 4 * draft * c.hidden_size
+        return math.ceil(ROUNDING * (4 * exact + self.itemsize * kept))
 
     def extraction_bytes(self, bucket: Bucket) -> int:
         """Memory of computing features alone over rows of at most this bucket's length."""

@@ -19,7 +19,6 @@ from graphcap.engine.slots import Buffer, Slot
 from graphcap.model.attention import attention_for
 from graphcap.model.blocks import UNUSED, Blocks, leading_matches, make_blocks
 from graphcap.model.drafter import Drafter
-from graphcap.model.fused import without_first
 from graphcap.model.loss import head_loss
 from graphcap.model.target import Target
 
@@ -133,12 +132,15 @@ class DrafterStep(Step):
         """
         blocks, drafter, dtype = self._blocks(slot), self.drafter, self.target.head_VD.dtype
         generator = torch.Generator(self.device).manual_seed(0)
-        features_TF = torch.randn(bucket.length, self.target.num_features, generator=generator, device=self.device).to(dtype)
+        with torch.no_grad():  # nothing goes back further than a layer's keys and values
+            features_TF = torch.randn(bucket.length, self.target.num_features, generator=generator, device=self.device)
+            context = drafter.context(features_TF.to(dtype), slot["position"])[-1]
+            del features_TF
         audit_attention(
             drafter.layers[-1],
             blocks,
             drafter.table(blocks.position_Q, dtype),
-            self.drafter.context(features_TF, slot["position"])[-1],
+            context,
             self._attend(blocks),
             bucket_name=bucket.name,
             scale=drafter.scale,
@@ -173,8 +175,7 @@ class DrafterStep(Step):
         blocks = self._blocks(slot)
         context = self.drafter.context(features_TF, slot["position"])
         embeddings_UD = self.target.embed(blocks.token_ids_U)
-        hidden_QD = self.drafter(embeddings_UD, blocks.position_Q, context, self._attend(blocks))
-        return blocks, without_first(hidden_QD.unflatten(0, (-1, self.block_size)))
+        return blocks, self.drafter(embeddings_UD, blocks.position_Q, context, self._attend(blocks))
 
     def _loss(self, blocks: Blocks, hidden_MD: Tensor, *, with_gradient: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         """Loss sum, which slots are right, bool [N, J], and the gradient of the hidden states."""

@@ -22,14 +22,28 @@ NUMBERS_OF_NORM, NUMBERS_A_WARP = 4096, 1024  # of a tile of rows in the norm's 
 
 
 @triton.jit
-def norm_kernel(x, other, weight, total, out, width, eps, HAS_OTHER: tl.constexpr, PAD: tl.constexpr):
-    """total = x + other, out = total / rms(total) · weight, of one row; without other, out of x alone."""
-    row = tl.program_id(0).to(tl.int64) * width
+def _with_skipped(number, OF: tl.constexpr):
+    """Which row it is where the first of every OF is counted too."""
+    return number + number // (OF - 1) + 1
+
+
+@triton.jit
+def norm_kernel(
+    x, other, weight, total, out, width, eps, HAS_OTHER: tl.constexpr, PAD: tl.constexpr, SKIPPED_OF: tl.constexpr
+):  # fmt: skip
+    """total = x + other, out = total / rms(total) · weight, of one row; without other, out of x alone.
+
+    SKIPPED_OF: of so many rows of x and other the first has none in total and out; 0: each has.
+    """
+    number = tl.program_id(0).to(tl.int64)
+    row, source = number * width, number * width
+    if SKIPPED_OF:
+        source = _with_skipped(number, SKIPPED_OF) * width
     place = tl.arange(0, PAD)
     known = place < width
-    x_D = tl.load(x + row + place, mask=known, other=0.0).to(tl.float32)
+    x_D = tl.load(x + source + place, mask=known, other=0.0).to(tl.float32)
     if HAS_OTHER:
-        x_D += tl.load(other + row + place, mask=known, other=0.0).to(tl.float32)
+        x_D += tl.load(other + source + place, mask=known, other=0.0).to(tl.float32)
         rounded_D = x_D.to(total.dtype.element_ty)
         tl.store(total + row + place, rounded_D, mask=known)
         x_D = rounded_D.to(tl.float32)
@@ -41,9 +55,12 @@ def norm_kernel(x, other, weight, total, out, width, eps, HAS_OTHER: tl.constexp
 @triton.jit
 def norm_backward_kernel(
     x, weight, dtotal, dout, dx, dweight, num_rows, width, eps,
-    HAS_TOTAL: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    HAS_TOTAL: tl.constexpr, PAD: tl.constexpr, SKIPPED_OF: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dx = dtotal + the norm's gradient, of this program's tiles of ROWS; dweight [programs, width] float32: their sums."""
+    """dx = dtotal + the norm's gradient, of this program's tiles of ROWS; dweight [programs, width] float32: their sums.
+
+    x is the forward's total. SKIPPED_OF: of so many rows of dx the first is zero, and has no row elsewhere.
+    """
     program = tl.program_id(0)
     place = tl.arange(0, PAD)
     inside = place < width
@@ -64,6 +81,10 @@ def norm_backward_kernel(
         dx_RD = scale * (weighted_RD - unit_RD * along)
         if HAS_TOTAL:
             dx_RD += dtotal_RD
+        if SKIPPED_OF:
+            at = _with_skipped(number_R.to(tl.int64), SKIPPED_OF)[:, None] * width + place[None, :]
+            before = known & (number_R % (SKIPPED_OF - 1) == 0)[:, None]
+            tl.store(dx + at - width, tl.zeros_like(dx_RD).to(dx.dtype.element_ty), mask=before)
         tl.store(dx + at, dx_RD.to(dx.dtype.element_ty), mask=known)
         dweight_D += tl.sum(dout_RD * unit_RD, 0)
     tl.store(dweight + program * width + place, dweight_D, mask=inside)
@@ -168,16 +189,20 @@ def gate_backward_kernel(gate_up, dout, dgate_up, size, width, NUMBERS: tl.const
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, other, weight, eps):
+    def forward(ctx, x, other, weight, eps, skipped_of):
         width = x.shape[-1]
-        total, out = (x if other is None else torch.empty_like(x)), torch.empty_like(x)
-        norm_kernel[(x.numel() // width,)](
+        if skipped_of:
+            out = x.new_empty(len(x) // skipped_of * (skipped_of - 1), width)
+        else:
+            out = torch.empty_like(x)
+        total = x if other is None else torch.empty_like(out)
+        norm_kernel[(out.numel() // width,)](
             x, x if other is None else other, weight, total, out, width, eps,
-            HAS_OTHER=other is not None, PAD=triton.next_power_of_2(width), num_warps=_warps(width),
+            HAS_OTHER=other is not None, PAD=triton.next_power_of_2(width), SKIPPED_OF=skipped_of, num_warps=_warps(width),
         )  # fmt: skip
         ctx.save_for_backward(total, weight)
         ctx.set_materialize_grads(False)  # where nothing comes in by the first output, nothing is added
-        ctx.eps, ctx.has_other = eps, other is not None
+        ctx.eps, ctx.has_other, ctx.shape, ctx.skipped_of = eps, other is not None, x.shape, skipped_of
         return total, out
 
     @staticmethod
@@ -185,9 +210,10 @@ class _Norm(torch.autograd.Function):
     def backward(ctx, dtotal, dout):
         total, weight = ctx.saved_tensors
         if dout is None:  # the norm itself is not used
-            return dtotal, dtotal if ctx.has_other else None, None, None
+            assert not ctx.skipped_of, "rows are left out for the norm's sake"
+            return dtotal, dtotal if ctx.has_other else None, None, None, None
         width = total.shape[-1]
-        num_rows, dx, dout = total.numel() // width, torch.empty_like(total), dout.contiguous()
+        num_rows, dx, dout = total.numel() // width, total.new_empty(ctx.shape), dout.contiguous()
         pad = triton.next_power_of_2(width)
         rows = max(2 if pad <= NUMBERS_OF_NORM else 1, NUMBERS_OF_NORM // pad)
         prefetched = rows * pad * total.element_size() <= PREFETCHED_BYTES
@@ -195,10 +221,10 @@ class _Norm(torch.autograd.Function):
         dweight = torch.empty(programs, width, dtype=torch.float32, device=total.device)
         norm_backward_kernel[(len(dweight),)](
             total, weight, dout if dtotal is None else dtotal.contiguous(), dout, dx, dweight, num_rows, width, ctx.eps,
-            HAS_TOTAL=dtotal is not None, PAD=pad, ROWS=rows, STAGES=3 if prefetched else 1,
+            HAS_TOTAL=dtotal is not None, PAD=pad, SKIPPED_OF=ctx.skipped_of, ROWS=rows, STAGES=3 if prefetched else 1,
             num_warps=min(32, max(1, rows * pad // NUMBERS_A_WARP)),
         )  # fmt: skip
-        return dx, dx if ctx.has_other else None, sums.of_parts(dweight, weight.dtype), None
+        return dx, dx if ctx.has_other else None, sums.of_parts(dweight, weight.dtype), None, None
 
 
 def _warps(width: int) -> int:
@@ -304,14 +330,17 @@ def _check_dense(*tensors: Tensor) -> None:
     assert all(tensor.is_contiguous() for tensor in tensors), [tensor.stride() for tensor in tensors]
 
 
-def norm(x: Tensor, other: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def norm(x: Tensor, other: Tensor | None, weight: Tensor, eps: float, skipped_of: int = 0) -> tuple[Tensor, Tensor]:
     """(x + other, that / rms(that) · weight) over the last dimension; without other, x itself comes first.
 
     x, other: contiguous. Differentiable in all three; the gradient that comes in by the first output is added in the same pass.
+    skipped_of: x and other are [S, D], and of so many rows the first is left out of both outputs; 0: none is.
     Capture: safe.
     """
     _check_dense(x, weight, *([] if other is None else [other]))
-    return _Norm.apply(x, other, weight, eps)
+    if skipped_of:
+        assert x.dim() == 2 and other is not None and skipped_of > 1 and len(x) % skipped_of == 0, (x.shape, skipped_of)
+    return _Norm.apply(x, other, weight, eps, skipped_of)
 
 
 def norm_rotate(x_HSC: Tensor, weight_C: Tensor | None, table: tuple[Tensor, Tensor], eps: float) -> Tensor:

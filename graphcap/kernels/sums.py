@@ -1,6 +1,6 @@
 """Sums of parts that programs made one by one, in a fixed order, so that two runs give the same bits.
 
-Called by kernels/rows.py and kernels/attention.py. Needs triton.
+Called by kernels/rows.py, kernels/attention.py and model/fused.py. Needs triton.
 """
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 NUMBERS, WARPS = 1024, 4  # of a program that sums heads
 ROWS, COLUMNS, WARPS_OF_PARTS = 256, 16, 8  # of a tile of parts
+PROGRAMS, COLUMNS_OF_BLOCKS = 264, 256  # that share the blocks; of a tile of one block
 
 
 @triton.jit
@@ -23,6 +24,26 @@ def parts_kernel(parts, out, num_parts, width, ROWS: tl.constexpr, COLUMNS: tl.c
         known = (row < num_parts)[:, None] & inside[None, :]
         total += tl.load(parts + row[:, None] * width + column[None, :], mask=known, other=0.0)
     tl.store(out + column, tl.sum(total, 0).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def blocks_kernel(
+    rows, firsts, parts, num_blocks, width, SIZE: tl.constexpr, PAD: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Of rows [N, SIZE, W]: firsts [N, W], each block's first row; parts [programs, W] float32: sums of all the others."""
+    program, of_block = tl.program_id(0), tl.arange(0, PAD)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < width
+    known = (of_block < SIZE)[:, None] & inside[None, :]
+    first = known & (of_block == 0)[:, None]
+    total = tl.zeros([PAD, COLUMNS], tl.float32)
+    for block in tl.range(program, num_blocks, tl.num_programs(0)):
+        row = (block * SIZE + of_block).to(tl.int64)[:, None]
+        x = tl.load(rows + row * width + column[None, :], mask=known, other=0.0)
+        tl.store(firsts + row // SIZE * width + column[None, :], x, mask=first)
+        total += x.to(tl.float32)
+    total = tl.where(first, 0.0, total)
+    tl.store(parts + program * width + column, tl.sum(total, 0), mask=inside)
 
 
 @triton.jit
@@ -54,6 +75,20 @@ def of_parts(parts_NW: Tensor, dtype: torch.dtype) -> Tensor:
     parts_kernel[(triton.cdiv(width, COLUMNS),)](
         parts_NW, out, num_parts, width, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS_OF_PARTS
     )
+    return out
+
+
+def of_blocks(rows_NKW: Tensor) -> Tensor:
+    """[N + 1, W] of [N, K, W]: the first row of each block and, last, the sum of all others. Capture: safe."""
+    num_blocks, block_size, width = rows_NKW.shape
+    assert rows_NKW.is_contiguous(), rows_NKW.stride()
+    out = rows_NKW.new_empty(num_blocks + 1, width)
+    parts = torch.empty(min(PROGRAMS, num_blocks), width, dtype=torch.float32, device=rows_NKW.device)
+    blocks_kernel[len(parts), triton.cdiv(width, COLUMNS_OF_BLOCKS)](
+        rows_NKW, out, parts, num_blocks, width,
+        SIZE=block_size, PAD=triton.next_power_of_2(block_size), COLUMNS=COLUMNS_OF_BLOCKS, num_warps=WARPS,
+    )  # fmt: skip
+    out[-1] = of_parts(parts, out.dtype)
     return out
 
 

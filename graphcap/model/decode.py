@@ -74,8 +74,8 @@ def draft_logits(drafter: Drafter, target: Target, cache: DrafterCache, token_id
     position_K = torch.arange(cache.length, cache.length + config.block_size, device=device)
     attend = DenseAttention()  # under no mask: every query of the block sees the whole context and the whole block
     context = cache.context()
-    hidden_KD = drafter(embeddings_UD, position_K, context, lambda q, *keys: attend(q, *keys, None, drafter.scale))
-    return hidden_KD[1:] @ target.head_VD.T
+    hidden_JD = drafter(embeddings_UD, position_K, context, lambda q, *keys: attend(q, *keys, None, drafter.scale))
+    return hidden_JD @ target.head_VD.T
 
 
 class EagerSteps:

@@ -159,16 +159,24 @@ class Layer(nn.Module):
         table: tuple[Tensor, Tensor],
         context: tuple[Tensor, Tensor],
         attend,
-        block_size: int | None,
+        block_size: int,
+        *,
+        first: bool = False,
+        last: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """block_size: where x is not yet laid out `in_blocks`, [N + 1, D]: normed and projected first, a K-th of the work."""
-        if block_size is None:
-            x_QD, normed_QD = self.input_layernorm.after(x_QD, added_QD)
-            joined_QR = self.self_attn.projected(normed_QD)
-        else:
+        """first: x is not yet laid out `in_blocks`, [N + 1, D]: normed and projected before it is, a K-th of the work.
+
+        last: behind its attention a block's first token serves nothing, and is left out: [N·(K-1), D].
+        """
+        if first:
             joined_QR = in_blocks(self.self_attn.projected(self.input_layernorm(x_QD)), block_size)
             x_QD = in_blocks(x_QD, block_size)
-        x_QD, normed_QD = self.post_attention_layernorm.after(x_QD, self.self_attn(joined_QR, table, context, attend))
+        else:
+            x_QD, normed_QD = self.input_layernorm.after(x_QD, added_QD)
+            joined_QR = self.self_attn.projected(normed_QD)
+        attended_QD = self.self_attn(joined_QR, table, context, attend)
+        skipped_of = block_size if last else 0
+        x_QD, normed_QD = self.post_attention_layernorm.after(x_QD, attended_QD, skipped_of=skipped_of)
         return x_QD, self.mlp(normed_QD)
 
 
@@ -208,22 +216,22 @@ class Drafter(nn.Module):
         ]
 
     def forward(self, embeddings_UD: Tensor, position_Q: Tensor, context: list[tuple[Tensor, Tensor]], attend) -> Tensor:
-        """Final hidden states [Q, D] of N blocks of K tokens: a block is a first token of its own, and MASKs.
+        """Final hidden states [N·(K-1), D] of all MASKs of N blocks; a block is a first token of its own and K-1 MASKs.
 
         embeddings_UD: [N + 1, D], of the first tokens and, last, of MASK. position_Q: int [Q], the document positions of the
         blocks' tokens. context: of every layer, from `context`. attend(q_HQC, context, block) -> [H, Q, C]: attention over the
         keys and values of both. Capture: safe.
         """
         table = self.table(position_Q, embeddings_UD.dtype)
-        x_QD, added_QD, block_size = embeddings_UD, None, self.config.block_size
-        for layer, keys_values in zip(self.layers, context, strict=True):
+        x_QD, added_QD, last = embeddings_UD, None, len(self.layers) - 1
+        for number, (layer, keys_values) in enumerate(zip(self.layers, context, strict=True)):
+            place = {"first": number == 0, "last": number == last}
             if self.checkpointing:
                 x_QD = x_QD if added_QD is None else x_QD + added_QD  # one tensor to keep, not two
-                inputs = x_QD, None, table, keys_values, attend, block_size
-                x_QD, added_QD = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
+                inputs = x_QD, None, table, keys_values, attend, self.config.block_size
+                x_QD, added_QD = checkpoint(layer, *inputs, **place, use_reentrant=False, preserve_rng_state=False)
             else:
-                x_QD, added_QD = layer(x_QD, added_QD, table, keys_values, attend, block_size)
-            block_size = None  # behind the first layer no two tokens are alike
+                x_QD, added_QD = layer(x_QD, added_QD, table, keys_values, attend, self.config.block_size, **place)
         return self.norm.after(x_QD, added_QD)[1]
 
     def table(self, position_S: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

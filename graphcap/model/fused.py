@@ -23,22 +23,30 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.after(x)[1]
 
-    def after(self, x: Tensor, other: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(x + other, its norm): the residual stream goes on with the first, the layer with the second."""
-        return after_norm(x, other, self.weight, self.eps)
+    def after(self, x: Tensor, other: Tensor | None = None, *, skipped_of: int = 0) -> tuple[Tensor, Tensor]:
+        """(x + other, its norm): the residual stream goes on with the first, the layer with the second.
+
+        skipped_of: of so many rows of both the first is left out; 0: none is.
+        """
+        return after_norm(x, other, self.weight, self.eps, skipped_of)
 
     def rotated(self, x_HSC: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
         """The norm of heads [H, S, C], rotated. table: from `rotary_table`."""
         return normed_rotated(x_HSC, table, self.weight, self.eps)
 
 
-def after_norm(x: Tensor, other: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x + other, that / rms(that) · weight) over the last dimension; without other, x itself comes first."""
+def after_norm(x: Tensor, other: Tensor | None, weight: Tensor, eps: float, skipped_of: int = 0) -> tuple[Tensor, Tensor]:
+    """(x + other, that / rms(that) · weight) over the last dimension; without other, x itself comes first.
+
+    skipped_of: of so many rows the first is left out; 0: none is.
+    """
     if kernels.serve(x.device):
         from graphcap.kernels import rows
 
-        return rows.norm(x, other, weight, eps)
+        return rows.norm(x, other, weight, eps, skipped_of)
     total = x if other is None else x + other
+    if skipped_of:
+        total = total.unflatten(0, (-1, skipped_of))[:, 1:].flatten(0, 1)
     return total, F.rms_norm(total, weight.shape, weight, eps)
 
 
@@ -100,11 +108,6 @@ def in_blocks(x_UD: Tensor, block_size: int) -> Tensor:
     return _InBlocks.apply(x_UD, block_size)
 
 
-def without_first(x_NKD: Tensor) -> Tensor:
-    """[N·(K-1), D] of [N, K, D], in any dtype: of every block all but its first token. Capture: safe."""
-    return _WithoutFirst.apply(x_NKD)
-
-
 class _InBlocks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_UD, block_size):
@@ -117,27 +120,11 @@ class _InBlocks(torch.autograd.Function):
     @staticmethod
     def backward(ctx, upstream_QD):
         upstream_NKD = upstream_QD.unflatten(0, (-1, ctx.block_size))
-        dx_UD = upstream_NKD.new_empty(len(upstream_NKD) + 1, upstream_NKD.shape[2])
-        kernels.copy_rows_(dx_UD[:-1], upstream_NKD[:, 0])
-        torch.sum(upstream_NKD[:, 1:], (0, 1), out=dx_UD[-1])
-        return dx_UD, None
+        if kernels.serve(upstream_QD.device):
+            from graphcap.kernels import sums
 
-
-class _WithoutFirst(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x_NKD):
-        ctx.blocks = x_NKD.shape[0]
-        out_NJD = x_NKD.new_empty(x_NKD.shape[0], x_NKD.shape[1] - 1, x_NKD.shape[2])
-        kernels.copy_rows_(out_NJD, x_NKD[:, 1:])
-        return out_NJD.flatten(0, 1)
-
-    @staticmethod
-    def backward(ctx, upstream_MD):
-        upstream_NJD = upstream_MD.unflatten(0, (ctx.blocks, -1))
-        dx_NKD = upstream_NJD.new_empty(ctx.blocks, upstream_NJD.shape[1] + 1, upstream_NJD.shape[2])
-        dx_NKD[:, 0] = 0
-        kernels.copy_rows_(dx_NKD[:, 1:], upstream_NJD)
-        return dx_NKD
+            return sums.of_blocks(upstream_NKD.contiguous()), None
+        return torch.cat((upstream_NKD[:, 0], upstream_NKD[:, 1:].sum((0, 1))[None])), None
 
 
 class _Linear(torch.autograd.Function):

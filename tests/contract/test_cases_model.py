@@ -46,7 +46,7 @@ class Forward:
         target.features(self.tensors[0], self.tensors[1], self.features)
 
     def outputs(self, features: torch.Tensor) -> torch.Tensor:
-        """[N, K, D]."""
+        """[N, K-1, D]."""
         mask = DenseAttention().mask(self.blocks.visibility, self.blocks.position_Q.numel())
         hidden = self.drafter(
             self.target.embed(self.blocks.token_ids_U),
@@ -54,11 +54,11 @@ class Forward:
             self.drafter.context(features, self.tensors[1]),
             lambda q, *keys: DenseAttention()(q, *keys, mask, self.drafter.scale),
         )
-        return hidden.unflatten(0, (-1, self.drafter.config.block_size))
+        return hidden.unflatten(0, (-1, self.drafter.config.block_size - 1))
 
     def losses(self, features: torch.Tensor) -> torch.Tensor:
         """Loss of each anchor slot's block, [N]."""
-        return torch.stack([self.loss(part, block)[0] for block, part in enumerate(self.outputs(features)[:, 1:])])
+        return torch.stack([self.loss(part, block)[0] for block, part in enumerate(self.outputs(features))])
 
     def loss(self, hidden_JD: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss of a block, and its gradient in the block's hidden states."""
@@ -107,7 +107,7 @@ def test_case_3_the_loss_of_q_has_no_gradient_in_the_features_of_p(packed):
     forward = Forward(tiny_target(seed), random_drafter(seed), row, length=128, num_anchors=16)
     features = forward.features.clone().requires_grad_()
     of_q = np.nonzero(row["anchors"] >= 61)[0].tolist()
-    hidden = forward.outputs(features)[of_q, 1:]
+    hidden = forward.outputs(features)[of_q]
     upstream = torch.stack([forward.loss(part, block)[1] for block, part in zip(of_q, hidden, strict=True)])
     (gradient,) = torch.autograd.grad(hidden, features, upstream)
     assert not gradient[:61].any()

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from graphcap.kernels import options, rows, update
+from graphcap.kernels import options, rows, sums, update
 from graphcap.model import loss
 from graphcap.model.attention import TILE, DenseAttention, attention_for, joined
 from graphcap.model.blocks import Visibility, decay, make_blocks, row_visibility
@@ -159,6 +159,12 @@ def test_norm_and_gate_are_the_plain_ones(device, width):
 
     same_as_in_float64(lambda *given: rows.norm(*given, 1e-6), plain, x, other, weight)
     same_as_in_float64(lambda x, w: rows.norm(x, None, w, 1e-6)[1:], lambda x, w: (wide_norm(x, w),), x, weight)
+    kept = [row for row in range(len(x)) if row % 15]
+    skipped = lambda x, other, weight: plain(x[kept], other[kept], weight)  # noqa: E731
+    same_as_in_float64(lambda *given: rows.norm(*given, 1e-6, 15), skipped, x, other, weight)
+    blocks = x.detach().unflatten(0, (-1, 15))
+    exact = torch.cat((blocks[:, 0].double(), blocks[:, 1:].double().sum((0, 1))[None]))
+    assert_near("first rows, and the sum of the others", sums.of_blocks(blocks), exact)
 
     def plain_gate(gate_up):
         gate, up = gate_up.chunk(2, -1)

@@ -38,7 +38,7 @@ class Recital:
         return [(position_S.double()[None, :, None], features_SF[None])]
 
     def __call__(self, embeddings_UD, position_K, context, attend):
-        """Hidden states whose largest logit is the token: rows of the head, which all have the same length."""
+        """Hidden states of the MASKs, whose largest logit is the token: rows of the head, which all have the same length."""
         start = int(position_K[0])
         ((positions, features),) = context
         assert position_K.tolist() == list(range(start, start + self.config.block_size))
@@ -47,7 +47,7 @@ class Recital:
         assert torch.equal(embeddings_UD, expected), "the block begins with the last committed token"
         self.check_features(features[0], start)
         self.starts.append(start)
-        return self.target.head_VD[[self.token(int(p)) for p in position_K]]
+        return self.target.head_VD[[self.token(int(p)) for p in position_K[1:]]]
 
     def check_features(self, features_SF, start: int) -> None:
         out = features_SF.new_empty(start, self.target.num_features)
@@ -184,7 +184,7 @@ def test_a_draft_is_what_the_training_forward_would_predict_at_this_anchor():
             drafter.context(features[:14], torch.arange(14)),
             lambda q, *keys: naive_everything(q, *joined(*keys), drafter.scale),
         )
-    assert ours.tolist() == (hidden[1:] @ target.head_VD.T).argmax(-1).tolist()
+    assert ours.tolist() == (hidden @ target.head_VD.T).argmax(-1).tolist()
 
 
 def naive_everything(q, k, v, scale):

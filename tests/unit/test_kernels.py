@@ -15,7 +15,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton", reason="triton, of graphcap's test extra, is not installed")
 
 from graphcap.errors import ConfigError  # noqa: E402
-from graphcap.kernels import attention, loss, options, rows, update  # noqa: E402 - after the checks
+from graphcap.kernels import attention, loss, options, rows, sums, update  # noqa: E402 - after the checks
 from graphcap.model.attention import TILE, DenseAttention, IntervalAttention  # noqa: E402
 from graphcap.model.blocks import Visibility, row_visibility  # noqa: E402
 from graphcap.model.fused import RMSNorm, gate, heads_rotated, rotary_table  # noqa: E402
@@ -213,6 +213,39 @@ def test_the_norm_kernel_is_the_norm_of_a_sum_and_adds_what_comes_in_beside_it(w
     assert_same(rows.norm(x, None, norm.weight, norm.eps)[1:], (norm(x),), (x, norm.weight), ("x", "weight"))
     with pytest.raises(AssertionError, match="output"):  # must fail: another eps
         assert_same(rows.norm(x, None, norm.weight, 0.1)[1:], (norm(x),), (x, norm.weight), ("x", "weight"))
+
+
+@pytest.mark.parametrize(("num_blocks", "block_size", "width"), [(3, 4, 20), (9, 7, 64), (1, 2, 20)])
+def test_the_norm_kernel_leaves_out_the_first_row_of_each_block(num_blocks, block_size, width, monkeypatch):
+    fresh_seed()
+    monkeypatch.setattr(rows, "PROGRAMS", 3)
+    norm, num_rows = RMSNorm(width, 1e-5), num_blocks * block_size
+    with torch.no_grad():
+        norm.weight.normal_()
+    x, other = (torch.randn(num_rows, width, requires_grad=True) for _ in range(2))
+    kept = [row for row in range(num_rows) if row % block_size]
+    inputs, names = (x, other, norm.weight), ("x", "other", "weight")
+    plain = norm.after(x[kept], other[kept])
+    assert_same(norm.after(x, other, skipped_of=block_size), plain, inputs, names)
+    for outputs in (slice(None), slice(1, None)):
+        ours, plain = rows.norm(x, other, norm.weight, norm.eps, block_size), norm.after(x[kept], other[kept])
+        assert_same(ours[outputs], plain[outputs], inputs, names)
+    wrong = norm.after(x[[row - 1 for row in kept]], other[kept])
+    with pytest.raises(AssertionError, match="output"):  # must fail: the last row of each block instead
+        assert_same(rows.norm(x, other, norm.weight, norm.eps, block_size), wrong, inputs, names)
+    with pytest.raises(AssertionError):
+        rows.norm(x[1:], other[1:], norm.weight, norm.eps, block_size)
+
+
+@pytest.mark.parametrize(("num_blocks", "block_size", "width"), [(1, 2, 5), (7, 3, 40), (5, 16, 20)])
+def test_the_kernel_of_blocks_gives_their_first_rows_and_the_sum_of_the_others(num_blocks, block_size, width, monkeypatch):
+    fresh_seed()
+    monkeypatch.setattr(sums, "PROGRAMS", 2)
+    monkeypatch.setattr(sums, "COLUMNS_OF_BLOCKS", 16)
+    x = torch.randn(num_blocks, block_size, width)
+    expected = torch.cat((x[:, 0], x[:, 1:].sum((0, 1))[None]))
+    assert relative(sums.of_blocks(x) - expected, expected) < 1e-5
+    assert relative(sums.of_blocks(x.flip(1)) - expected, expected) > 1e-2  # must fail: another row first
 
 
 @pytest.mark.parametrize(("heads", "channels"), [(2, 16), (3, 20)])

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from graphcap.model.fused import in_blocks, without_first
+from graphcap.model.fused import in_blocks
 from graphcap.model.loss import LOGITS_BYTES, default_chunk, head_loss
 from tests.toys import fresh_seed
 
@@ -114,16 +114,6 @@ def test_rows_in_blocks_are_what_indexing_gives_forward_and_backward():
         )
         torch.testing.assert_close(gradient, summed)
         assert not torch.allclose(gradient, wrong)  # must fail
-
-
-def test_a_block_without_its_first_token_is_torchs_slice_forward_and_backward():
-    fresh_seed()
-    for dtype, width in ((torch.float32, 6), (torch.bfloat16, 8), (torch.bfloat16, 5)):
-        x_NKD, upstream = torch.randn(4, 7, width, dtype=dtype, requires_grad=True), torch.randn(24, width, dtype=dtype)
-        ours, expected = without_first(x_NKD), x_NKD[:, 1:].flatten(0, 1)
-        assert torch.equal(ours, expected)
-        gradients = [torch.autograd.grad(out, x_NKD, upstream)[0] for out in (ours, expected)]
-        assert torch.equal(*gradients) and not torch.equal(ours, x_NKD[:, :-1].flatten(0, 1))
 
 
 def test_a_chunk_is_as_many_draft_tokens_as_its_memory_holds():
