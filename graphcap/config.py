@@ -178,7 +178,11 @@ class Loss:
         low=0.0,
     )
     chunk_tokens: int = key(
-        0, "draft tokens whose logits exist at once; 0: as 768 MiB hold, a power of two", unit="tokens", resume="same", low=0
+        0,
+        "draft tokens whose logits exist at once, give or take what makes chunks alike; 0: as 768 MiB hold, a power of two",
+        unit="tokens",
+        resume="same",
+        low=0,
     )
 
 

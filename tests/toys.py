@@ -413,12 +413,15 @@ def first_layer_is_the_plain_one(blocks: int, block_size: int, device: torch.dev
     mask = attention.mask(seen, blocks * block_size)
     incoming = torch.randn(blocks * block_size, HIDDEN, device=device, dtype=dtype)
 
-    def run(x, size):
-        out = torch.add(*layer(x, None, table, context[0], lambda q, *keys: attention(q, *keys, mask, drafter.scale), size))
+    def attend(q, *keys):
+        return attention(q, *keys, mask, drafter.scale)
+
+    def run(x, first):
+        out = torch.add(*layer(x, None, table, context[0], attend, block_size, first=first))
         return out, *torch.autograd.grad(out, list(layer.parameters()), incoming, retain_graph=True)
 
     place = torch.tensor([[n] + [blocks] * (block_size - 1) for n in range(blocks)], device=device).flatten()
-    distinct, plain = run(states_UD, block_size), run(states_UD[place], None)
+    distinct, plain = run(states_UD, True), run(states_UD[place], False)
     assert all(relative(a - b, b) < bound for a, b in zip(distinct, plain, strict=True))
     states_UD[-1] += 1
-    assert relative(run(states_UD, block_size)[0] - plain[0], plain[0]) > 10 * bound
+    assert relative(run(states_UD, True)[0] - plain[0], plain[0]) > 10 * bound

@@ -16,6 +16,7 @@ from graphcap.data.planner import TILE_TOKENS, Bucket
 from graphcap.engine.audit import REFERENCE_BLOCKS
 from graphcap.engine.guard import CHECKSUM_BYTES
 from graphcap.model.drafter import DrafterConfig
+from graphcap.model.loss import chunk_of
 
 WORKSPACE_BYTES = 96 << 20  # of cuBLAS, on the two streams that multiply
 ROUNDING, SEGMENT_BYTES = 1.02, 20 << 20  # allocator blocks over the tensors in them, and its smallest segment of a pool
@@ -30,7 +31,7 @@ class Sizes:
 
     num_parameters: of the drafter. target_bytes: the target's tensors that are loaded. target_intermediate: width of the
     target's MLP; 0: no target runs. itemsize: bytes of the compute dtype. chunk_tokens: draft tokens whose logits exist at
-    once. stored: features come from the host, into every slot.
+    once, about. stored: features come from the host, into every slot.
     """
 
     drafter: DrafterConfig
@@ -62,7 +63,7 @@ class Sizes:
         predicted = draft // c.block_size * (c.block_size - 1)
         blocks = draft * 2 * c.head_dim + predicted * 2 * c.hidden_size  # rotary table; the last sum and its norm
         layer = draft * (4 * (c.hidden_size + queries) + 3 * c.intermediate_size + 3 * keys)
-        loss = min(predicted, self.chunk_tokens) * c.vocab_size
+        loss = min(predicted, chunk_of(predicted, self.chunk_tokens)) * c.vocab_size
         heads = 2 * rows * queries * 4 // self.itemsize if queries > keys else 0  # float32, of each query head alone
         if self.checkpointing:  # of the first layer one row a block
             kept, turning = (c.num_layers - 1) * draft * c.hidden_size, layer + heads

@@ -7,12 +7,15 @@ never sent here.
 Calls: engine/step.py.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
 from graphcap import kernels
 
 LOGITS_BYTES = 768 << 20  # of one chunk: fewer, larger chunks keep a GPU busier
+ALIGNED = 16  # a chunk's labels begin where their addresses are as round as those of the first: one kernel serves all
 
 
 def default_chunk(vocab_size: int, itemsize: int) -> int:
@@ -23,23 +26,35 @@ def default_chunk(vocab_size: int, itemsize: int) -> int:
     return 1 << max(1, LOGITS_BYTES // (vocab_size * itemsize)).bit_length() - 1
 
 
+def chunk_of(num_tokens: int, chunk_tokens: int) -> int:
+    """Draft tokens of each chunk of so many: all alike but the last, and a sixteenth over chunk_tokens at most.
+
+    A short chunk at the end would take a GPU nearly as long as a whole one.
+    """
+    limit = chunk_tokens + chunk_tokens // 16
+    even = math.ceil(num_tokens / math.ceil(num_tokens / limit))
+    return min(math.ceil(even / ALIGNED) * ALIGNED, limit)
+
+
 @torch.no_grad()
 def head_loss(
     hidden_MD: Tensor, head_VD: Tensor, label_M: Tensor, weight_M: Tensor, *, chunk_tokens: int, with_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Weighted sum of cross-entropies, which predictions are right, and the sum's gradient in the hidden states.
 
-    hidden_MD: [M, D] in the head's dtype. head_VD: [V, D], frozen. label_M: int64 [M]. weight_M: float32 [M].
-    Returns float32 [], bool [M] (the largest logit is the label's) and, with_gradient, [M, D] in the head's dtype, which
-    `torch.autograd.grad(hidden, …, gradient)` takes on: nothing here is known to autograd. Logits are taken to float32 before
-    the softmax. Capture: safe.
+    hidden_MD: [M, D] in the head's dtype. head_VD: [V, D], frozen. label_M: int64 [M]. weight_M: float32 [M]. chunk_tokens: see
+    `chunk_of`. Returns float32 [], bool [M] (the largest logit is the label's) and, with_gradient, [M, D] in the head's dtype,
+    which `torch.autograd.grad(hidden, …, gradient)` takes on: nothing here is known to autograd. Logits are taken to float32
+    before the softmax. Capture: safe.
     """
     gradient_MD = torch.empty_like(hidden_MD) if with_gradient else None
     loss_M = torch.empty_like(weight_M)
     correct_M = torch.empty_like(label_M, dtype=torch.bool)
-    logits_CV = hidden_MD.new_empty(min(chunk_tokens, hidden_MD.shape[0]), head_VD.shape[0])
-    for first in range(0, hidden_MD.shape[0], chunk_tokens):
-        part = slice(first, first + chunk_tokens)
+    num_tokens = hidden_MD.shape[0]
+    chunk = chunk_of(num_tokens, chunk_tokens)
+    logits_CV = hidden_MD.new_empty(min(chunk, num_tokens), head_VD.shape[0])
+    for first in range(0, num_tokens, chunk):
+        part = slice(first, first + chunk)
         logits_MV = torch.mm(hidden_MD[part], head_VD.T, out=logits_CV[: hidden_MD[part].shape[0]])
         chunk_loss_(logits_MV, label_M[part], weight_M[part], loss_M[part], correct_M[part])
         if with_gradient:

@@ -1,11 +1,13 @@
 """Head and loss in one against torch's cross-entropy in float64: value, gradient and correct flags."""
 
+import random
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from graphcap.model.fused import in_blocks
-from graphcap.model.loss import LOGITS_BYTES, default_chunk, head_loss
+from graphcap.model.loss import LOGITS_BYTES, chunk_of, default_chunk, head_loss
 from tests.toys import fresh_seed
 
 TOKENS, SIZE, VOCAB = 50, 16, 97
@@ -121,3 +123,14 @@ def test_a_chunk_is_as_many_draft_tokens_as_its_memory_holds():
         chunk = default_chunk(vocab_size, itemsize)
         assert chunk & (chunk - 1) == 0 and (chunk * vocab_size * itemsize <= LOGITS_BYTES or chunk == 1)
         assert 2 * chunk * vocab_size * itemsize > LOGITS_BYTES, "a larger one fits"
+
+
+def test_chunks_are_alike_few_and_hardly_larger_than_asked():
+    fresh_seed()
+    for _ in range(300):
+        num_tokens, asked = random.randint(1, 100_000), random.choice((1, 5, 7, 100, 2048, 8192))
+        chunk = chunk_of(num_tokens, asked)
+        count, last = -(-num_tokens // chunk), (num_tokens - 1) % chunk + 1
+        assert 1 <= chunk <= asked + asked // 16 and count <= -(-num_tokens // asked)
+        assert last >= chunk - 16 * count  # as even as 16 at a time can be
+    assert [chunk_of(67_560, 8192), chunk_of(65_520, 8192), chunk_of(7, 5)] == [8448, 8192, 5]

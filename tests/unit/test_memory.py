@@ -43,7 +43,7 @@ def forward_by_hand(c) -> int:
 def test_a_bucket_counted_by_hand():
     few, many = sizes(), sizes(drafter=replace(sizes().drafter, vocab_size=1000))
     heads = 2 * 256 * 32 * 2  # when the backward begins: gradients of keys and values of every query head, in float32
-    logits = 100 * 1000
+    logits = 64 * 1000  # of 112 draft tokens, in two chunks of at most 100, as even as 16 at a time can be
     for one, extra in ((few, heads), (many, logits)):
         numbers = forward_by_hand(one.drafter) + extra
         assert one.step_bytes(Bucket(256, 16)) == pytest.approx(SEGMENT_BYTES + ROUNDING * 2 * numbers, abs=1)
@@ -108,3 +108,15 @@ def test_stored_features_lie_in_slots_and_staging_and_not_in_the_pool():
     row = 2 * online.drafter.hidden_size * 2
     assert online.step_bytes(buckets[0]) - stored.step_bytes(buckets[0]) == pytest.approx(ROUNDING * 512 * row, abs=2)
     assert stored.needed_bytes(*buckets) - stored.held_bytes() - stored.step_bytes(buckets[0]) == row * (512 + 256 + 3 * 512)
+
+
+def test_a_long_row_of_few_anchors_needs_what_its_audit_takes():
+    one, bucket, c, rows = sizes(), Bucket(1 << 17, 16), sizes().drafter, 1 << 17
+    keys, queries = c.num_kv_heads * c.head_dim, c.num_heads * c.head_dim
+    floats = c.hidden_size * (2 * queries + 2 * keys + 3 * c.intermediate_size)  # the layer
+    floats += rows * (2 * queries + queries)  # keys and values once a query head, a gradient of one
+    floats += rows * 2 * (keys + keys + keys)  # keys and values, their gradients' sums, what two blocks add
+    floats += rows * 3 * c.num_heads * 2 * c.block_size  # scores of two blocks, softmax, gradient
+    numbers = rows * (2 * c.num_layers * keys + keys) + 4 * 128 * c.hidden_size  # context; block states and gradients
+    expected = ROUNDING * (4 * floats + 2 * numbers)
+    assert one.needed_bytes(bucket) - one.held_bytes() == pytest.approx(expected, abs=1) and expected > one.step_bytes(bucket)
