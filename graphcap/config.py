@@ -179,7 +179,7 @@ class Loss:
     )
     chunk_tokens: int = key(
         0,
-        "draft tokens whose logits exist at once, give or take what makes chunks alike; 0: as 768 MiB hold, a power of two",
+        "draft tokens whose logits exist at once, up to a sixteenth more; 0: as 768 MiB hold, a power of two",
         unit="tokens",
         resume="same",
         low=0,

@@ -56,7 +56,7 @@ class Room:
             fixes += self._kept_rows(shapes, None if fitting else shortest)
         raise ConfigError(
             "bucket",
-            max(shapes.buckets, key=self.sizes.step_bytes).name,
+            max(shapes.buckets, key=self.sizes.bucket_bytes).name,
             expected=f"at most {gib(max(0, self.num_bytes), digits)} ({limit_name(self.recipe)})",
             got=gib(needed, digits),
             cause=cause,
@@ -92,7 +92,7 @@ class Room:
 
     def _hoped(self, shapes: Shapes) -> int:
         """Tokens of the longest row that fits if a plan of shorter rows has as many anchors a token; 0: none."""
-        fitting = self.sizes.largest_that_fits(max(shapes.buckets, key=self.sizes.step_bytes), self.num_bytes)
+        fitting = self.sizes.largest_that_fits(max(shapes.buckets, key=self.sizes.bucket_bytes), self.num_bytes)
         return 0 if fitting is None else fitting.length
 
     def _kept_rows(self, shapes: Shapes, shortest: tuple[Bucket, ...] | None) -> list[str]:

@@ -32,7 +32,7 @@ GROUPS = (  # what a kernel's name begins with or holds; the first that fits
     ("norms", r"^norm_"),
     ("rotations", r"^rotate_"),
     ("gate", r"^gate_"),
-    ("sums of parts", r"^(parts|heads)_kernel|reduce_kernel.*BFloat16"),
+    ("sums of parts", r"^(parts|heads|blocks)_kernel|reduce_kernel.*BFloat16"),
     ("walks", r"^(of_queries|of_keys|longest_first)_kernel"),
     ("copies", r"copy|Memcpy|memcpy|Memset|CatArray|gather"),
     ("matmuls", r"nvjet|gemm|cublas|cutlass|splitK"),
@@ -64,7 +64,8 @@ def work(step, bucket: Bucket, arrays) -> dict[str, tuple[float, float]]:
     pairs = NUM_LAYERS * 2 * seen_pairs(arrays) * q  # FLOPs of one product over all pairs
     heads, keys = 2 * NUM_LAYERS * draft * q, 2 * NUM_LAYERS * (rows + draft) * 2 * kv  # bytes of one pass over them
     logits = 2.0 * draft * (BLOCK_SIZE - 1) / BLOCK_SIZE * c.vocab_size
-    stream, wide = 2 * NUM_LAYERS * draft * hidden, 2 * NUM_LAYERS * draft * mlp
+    predicted = bucket.num_anchors * (BLOCK_SIZE - 1)  # what goes on behind the last attention
+    stream, wide = (2 * ((NUM_LAYERS - 1) * draft + predicted) * width for width in (hidden, mlp))
     rotated = 2 * NUM_LAYERS * (draft * (q + kv) + rows * kv)
     norm_parts = 4.0 * min(PROGRAMS, draft // 4) * NUM_LAYERS * (2 * hidden + 3 * c.head_dim)  # tiles of four rows or so
     apart = heads_apart(c.num_kv_heads * rows // options("dkv", capability(step.device), c.head_dim, 2).keys, step.device)
@@ -82,13 +83,10 @@ def work(step, bucket: Bucket, arrays) -> dict[str, tuple[float, float]]:
         "rotations": (0.0, 5 * rotated),
         "gate": (0.0, 8 * wide),
         "sums of parts": (0.0, norm_parts + head_parts + 2 * draft * (q + 2 * kv)),  # and of MASK's gradients
-        # features, rows laid out in blocks, blocks without their first token and back, gradients of the draft's values
+        # features, rows laid out in blocks, gradients of the draft's values
         "copies": (
             0.0,
-            4.0 * rows * step.target.num_features
-            + 2 * draft * (hidden + q + 2 * kv)
-            + 2 * 4 * draft * hidden
-            + 4 * NUM_LAYERS * draft * kv,
+            4.0 * rows * step.target.num_features + 2 * draft * (hidden + q + 2 * kv) + 4 * NUM_LAYERS * draft * kv,
         ),
     }
 

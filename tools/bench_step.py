@@ -165,9 +165,10 @@ def needed(step: DrafterStep, bucket: Bucket, arrays: dict[str, np.ndarray]) -> 
     fuse = 2 * rows * NUM_TAPPED * c.hidden_size**2
     layer = 2 * c.hidden_size * (2 * draft * q + 2 * (rows + draft) * kv + 3 * draft * c.intermediate_size)
     alike = 2 * c.hidden_size * (draft - bucket.num_anchors) * (q + 2 * kv)  # in the first layer all MASKs are one row
+    unread = 2 * c.hidden_size * bucket.num_anchors * 3 * c.intermediate_size  # first tokens behind the last attention
     attention = 4 * seen_pairs(arrays) * q
     head = 2 * draft * (BLOCK_SIZE - 1) / BLOCK_SIZE * c.hidden_size * c.vocab_size
-    flops = 2 * fuse + NUM_LAYERS * (3 * layer + 3.5 * attention) - 3 * alike + 2 * head
+    flops = 2 * fuse + NUM_LAYERS * (3 * layer + 3.5 * attention) - 3 * (alike + unread) + 2 * head
     parameters = sum(p.numel() for p in step.drafter.parameters())
     return {
         "flops": flops,

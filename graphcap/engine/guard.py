@@ -210,7 +210,7 @@ def explained(bucket_name: str, smaller: str = ""):
             cause=f"a plan needs what its largest bucket needs, which is more than this GPU's {whole / 2**30:.1f} GiB or what "
             "others leave of them",
             fix=f"(1) {drop}, (2) drafter.checkpointing=true, (3) loss.chunk_tokens lower than it is "
-            "(0: as many as 768 MiB of logits hold), (4) free the GPU: graphcap doctor names other processes",
+            "(0: as many as about 768 MiB of logits hold), (4) free the GPU: graphcap doctor names other processes",
         ) from error
 
 

@@ -45,8 +45,7 @@ class Sizes:
 
     def needed_bytes(self, *buckets: Bucket) -> int:
         """Memory of a run over these buckets, start-up included; CUDA's own context is not counted."""
-        # graphs of all buckets share one pool
-        step = max(part for bucket in buckets for part in (self.step_bytes(bucket), self.audit_bytes(bucket)))
+        step = max(self.bucket_bytes(bucket) for bucket in buckets)  # graphs of all buckets share one pool
         checksums = SEGMENT_BYTES + 2 * min(CHECKSUM_BYTES, 4 * self.num_parameters)  # of the audit: more than a small step
         return self.held_bytes() + max(step, checksums) + self._slot_bytes(buckets)
 
@@ -54,12 +53,16 @@ class Sizes:
         """What stays from before the first step to the end, whatever the buckets."""
         return self.target_bytes + self.num_parameters * (self.itemsize + STATE_BYTES) + WORKSPACE_BYTES
 
+    def bucket_bytes(self, bucket: Bucket) -> int:
+        """What a bucket takes beside that: its graphs or, before them, the audit of its attention."""
+        return max(self.step_bytes(bucket), self.audit_bytes(bucket))
+
     def step_bytes(self, bucket: Bucket) -> int:
         """What the graphs of a bucket take beside it: the pool."""
         c, rows, draft = self.drafter, bucket.length, bucket.num_anchors * self.drafter.block_size
         queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         features = 0 if self.stored else rows * len(c.target_layer_ids) * c.hidden_size
-        context = rows * (2 * c.hidden_size + 2 * c.head_dim + 3 * c.num_layers * keys)
+        context = self._context_numbers(rows)
         predicted = draft // c.block_size * (c.block_size - 1)
         blocks = draft * 2 * c.head_dim + predicted * 2 * c.hidden_size  # rotary table; the last sum and its norm
         layer = draft * (4 * (c.hidden_size + queries) + 3 * c.intermediate_size + 3 * keys)
@@ -78,14 +81,18 @@ class Sizes:
         return SEGMENT_BYTES + math.ceil(ROUNDING * self.itemsize * numbers)
 
     def audit_bytes(self, bucket: Bucket) -> int:
-        """What the audit of a bucket's attention takes, before its graphs: more than a step of few anchors in a long row."""
+        """What the audit of a bucket's attention takes: more than a step of few anchors in a long row.
+
+        Either its random features and their context, or its float32 reference.
+        """
         c, rows, draft = self.drafter, bucket.length, bucket.num_anchors * self.drafter.block_size
         queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         parameters = c.hidden_size * (2 * queries + 2 * keys + 3 * c.intermediate_size)
         scores = 3 * c.num_heads * REFERENCE_BLOCKS * c.block_size  # and their gradients
         exact = parameters + rows * (3 * queries + 6 * keys + scores)  # keys and values once a query head, and gradients
         kept = rows * (2 * c.num_layers + 1) * keys + 4 * draft * c.hidden_size
-        return math.ceil(ROUNDING * (4 * exact + self.itemsize * kept))
+        made = rows * len(c.target_layer_ids) * c.hidden_size + self._context_numbers(rows)
+        return math.ceil(ROUNDING * max(4 * exact + self.itemsize * kept, self.itemsize * made))
 
     def extraction_bytes(self, bucket: Bucket) -> int:
         """Memory of computing features alone over rows of at most this bucket's length."""
@@ -98,10 +105,14 @@ class Sizes:
         fitting = None
         for length in range(TILE_TOKENS, bucket.length + 1, TILE_TOKENS):
             smaller = Bucket(length, _whole_tiles(bucket.num_anchors * length / bucket.length, self.drafter.block_size))
-            if self.needed_bytes(smaller) > room_bytes:
-                break
-            fitting = smaller
+            if self.needed_bytes(smaller) <= room_bytes:  # a longer one may need less: chunks of the head are alike
+                fitting = smaller
         return fitting
+
+    def _context_numbers(self, rows: int) -> int:
+        """Fused features and their norm, rotary table, every layer's keys before and behind their norm, and values."""
+        c = self.drafter
+        return rows * (2 * c.hidden_size + 2 * c.head_dim + 3 * c.num_layers * c.num_kv_heads * c.head_dim)
 
     def _target_numbers(self, rows: int) -> int:
         """What one layer of the target's forward holds at most, beside its features."""

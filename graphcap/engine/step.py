@@ -133,8 +133,9 @@ class DrafterStep(Step):
         blocks, drafter, dtype = self._blocks(slot), self.drafter, self.target.head_VD.dtype
         generator = torch.Generator(self.device).manual_seed(0)
         with torch.no_grad():  # nothing goes back further than a layer's keys and values
-            features_TF = torch.randn(bucket.length, self.target.num_features, generator=generator, device=self.device)
-            context = drafter.context(features_TF.to(dtype), slot["position"])[-1]
+            shape = bucket.length, self.target.num_features
+            features_TF = torch.randn(shape, generator=generator, dtype=dtype, device=self.device)
+            context = drafter.context(features_TF, slot["position"])[-1]
             del features_TF
         audit_attention(
             drafter.layers[-1],

@@ -10,7 +10,7 @@ from torch import Tensor
 
 NUMBERS, WARPS = 1024, 4  # of a program that sums heads
 ROWS, COLUMNS, WARPS_OF_PARTS = 256, 16, 8  # of a tile of parts
-PROGRAMS, COLUMNS_OF_BLOCKS = 264, 256  # that share the blocks; of a tile of one block
+PROGRAMS, NUMBERS_OF_BLOCK = 264, 4096  # that share the blocks; of a tile of one block
 
 
 @triton.jit
@@ -84,9 +84,10 @@ def of_blocks(rows_NKW: Tensor) -> Tensor:
     assert rows_NKW.is_contiguous(), rows_NKW.stride()
     out = rows_NKW.new_empty(num_blocks + 1, width)
     parts = torch.empty(min(PROGRAMS, num_blocks), width, dtype=torch.float32, device=rows_NKW.device)
-    blocks_kernel[len(parts), triton.cdiv(width, COLUMNS_OF_BLOCKS)](
-        rows_NKW, out, parts, num_blocks, width,
-        SIZE=block_size, PAD=triton.next_power_of_2(block_size), COLUMNS=COLUMNS_OF_BLOCKS, num_warps=WARPS,
+    pad = triton.next_power_of_2(block_size)
+    columns = max(16, min(256, NUMBERS_OF_BLOCK // pad))
+    blocks_kernel[len(parts), triton.cdiv(width, columns)](
+        rows_NKW, out, parts, num_blocks, width, SIZE=block_size, PAD=pad, COLUMNS=columns, num_warps=WARPS
     )  # fmt: skip
     out[-1] = of_parts(parts, out.dtype)
     return out

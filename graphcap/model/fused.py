@@ -1,7 +1,6 @@
 """What stands between the matmuls of a layer, each one pass: by our kernels on CUDA, as written here elsewhere.
 
-And matmuls that share their input, as one; and rows as they stand in blocks. Called by model/drafter.py, model/lean.py and
-engine/step.py.
+And matmuls that share their input, as one; and rows as they stand in blocks. Called by model/drafter.py and model/lean.py.
 """
 
 from collections.abc import Sequence

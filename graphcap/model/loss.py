@@ -14,7 +14,7 @@ from torch import Tensor
 
 from graphcap import kernels
 
-LOGITS_BYTES = 768 << 20  # of one chunk: fewer, larger chunks keep a GPU busier
+LOGITS_BYTES = 768 << 20  # of one chunk, or a sixteenth more: fewer, larger chunks keep a GPU busier
 ALIGNED = 16  # a chunk's labels begin where their addresses are as round as those of the first: one kernel serves all
 
 
@@ -27,13 +27,14 @@ def default_chunk(vocab_size: int, itemsize: int) -> int:
 
 
 def chunk_of(num_tokens: int, chunk_tokens: int) -> int:
-    """Draft tokens of each chunk of so many: all alike but the last, and a sixteenth over chunk_tokens at most.
+    """Draft tokens of each chunk of so many: alike but for the last, and a sixteenth over chunk_tokens at most.
 
     A short chunk at the end would take a GPU nearly as long as a whole one.
     """
     limit = chunk_tokens + chunk_tokens // 16
-    even = math.ceil(num_tokens / math.ceil(num_tokens / limit))
-    return min(math.ceil(even / ALIGNED) * ALIGNED, limit)
+    even = math.ceil(num_tokens / max(1, math.ceil(num_tokens / limit)))
+    rounded = math.ceil(even / ALIGNED) * ALIGNED
+    return max(1, rounded if rounded <= limit else even)
 
 
 @torch.no_grad()

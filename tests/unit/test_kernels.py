@@ -14,11 +14,12 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("tests/conftest.py sets TRITON_INTERPRET=1; this process does not have it", allow_module_level=True)
 pytest.importorskip("triton", reason="triton, of graphcap's test extra, is not installed")
 
+from graphcap import kernels  # noqa: E402
 from graphcap.errors import ConfigError  # noqa: E402
 from graphcap.kernels import attention, loss, options, rows, sums, update  # noqa: E402 - after the checks
 from graphcap.model.attention import TILE, DenseAttention, IntervalAttention  # noqa: E402
 from graphcap.model.blocks import Visibility, row_visibility  # noqa: E402
-from graphcap.model.fused import RMSNorm, gate, heads_rotated, rotary_table  # noqa: E402
+from graphcap.model.fused import RMSNorm, gate, heads_rotated, in_blocks, rotary_table  # noqa: E402
 from graphcap.model.loss import chunk_loss  # noqa: E402
 from tests.toys import fresh_seed, relative  # noqa: E402
 
@@ -215,7 +216,7 @@ def test_the_norm_kernel_is_the_norm_of_a_sum_and_adds_what_comes_in_beside_it(w
         assert_same(rows.norm(x, None, norm.weight, 0.1)[1:], (norm(x),), (x, norm.weight), ("x", "weight"))
 
 
-@pytest.mark.parametrize(("num_blocks", "block_size", "width"), [(3, 4, 20), (9, 7, 64), (1, 2, 20)])
+@pytest.mark.parametrize(("num_blocks", "block_size", "width"), [(3, 4, 20), (9, 7, 64), (1, 2, 20), (20, 2, 20)])
 def test_the_norm_kernel_leaves_out_the_first_row_of_each_block(num_blocks, block_size, width, monkeypatch):
     fresh_seed()
     monkeypatch.setattr(rows, "PROGRAMS", 3)
@@ -241,11 +242,16 @@ def test_the_norm_kernel_leaves_out_the_first_row_of_each_block(num_blocks, bloc
 def test_the_kernel_of_blocks_gives_their_first_rows_and_the_sum_of_the_others(num_blocks, block_size, width, monkeypatch):
     fresh_seed()
     monkeypatch.setattr(sums, "PROGRAMS", 2)
-    monkeypatch.setattr(sums, "COLUMNS_OF_BLOCKS", 16)
+    monkeypatch.setattr(sums, "NUMBERS_OF_BLOCK", 16)
     x = torch.randn(num_blocks, block_size, width)
     expected = torch.cat((x[:, 0], x[:, 1:].sum((0, 1))[None]))
     assert relative(sums.of_blocks(x) - expected, expected) < 1e-5
     assert relative(sums.of_blocks(x.flip(1)) - expected, expected) > 1e-2  # must fail: another row first
+    monkeypatch.setattr(kernels, "serve", lambda device: True)
+    x_UD = torch.randn(num_blocks + 1, width, requires_grad=True)
+    upstream = x.flatten(0, 1).T.contiguous().T  # rows that do not follow each other
+    (gradient,) = torch.autograd.grad(in_blocks(x_UD, block_size), x_UD, upstream)
+    assert relative(gradient - expected, expected) < 1e-5
 
 
 @pytest.mark.parametrize(("heads", "channels"), [(2, 16), (3, 20)])

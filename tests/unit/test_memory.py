@@ -96,10 +96,8 @@ def test_the_largest_that_fits_fits_and_the_next_does_not():
         room = random.randint(smallest + (1 << 16), max(one.needed_bytes(bucket) - 1, smallest + (1 << 17)))
         fitting = one.largest_that_fits(bucket, room)
         assert fitting is None or one.needed_bytes(fitting) <= room
-        if fitting is not None and fitting.length < bucket.length:
-            longer = Bucket(
-                fitting.length + 128, max(16, -(-bucket.num_anchors * (fitting.length + 128) // bucket.length // 16) * 16)
-            )
+        for length in range((0 if fitting is None else fitting.length) + 128, bucket.length + 1, 128):
+            longer = Bucket(length, max(16, -(-bucket.num_anchors * length // bucket.length // 16) * 16))
             assert one.needed_bytes(longer) > room
 
 
@@ -119,4 +117,7 @@ def test_a_long_row_of_few_anchors_needs_what_its_audit_takes():
     floats += rows * 3 * c.num_heads * 2 * c.block_size  # scores of two blocks, softmax, gradient
     numbers = rows * (2 * c.num_layers * keys + keys) + 4 * 128 * c.hidden_size  # context; block states and gradients
     expected = ROUNDING * (4 * floats + 2 * numbers)
+    wide = sizes(drafter=replace(c, hidden_size=4096, intermediate_size=8), stored=True, target_intermediate=0)
+    made = rows * (2 * 4096 + 2 * 4096 + 2 * c.head_dim + 3 * c.num_layers * keys)  # features of two layers, and their context
+    assert wide.audit_bytes(bucket) == pytest.approx(ROUNDING * 2 * made, abs=1)
     assert one.needed_bytes(bucket) - one.held_bytes() == pytest.approx(expected, abs=1) and expected > one.step_bytes(bucket)
