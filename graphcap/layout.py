@@ -249,10 +249,10 @@ def described(recipe: Recipe, shapes: Shapes, schedule: Schedule) -> str:
     names = ", ".join(bucket.name for bucket in shapes.buckets) + " (tokens/anchors)"
     if one_is_best(recipe, shapes):
         names += f"; {ONE_IS_BEST}"
-    return (
-        f"buckets {names}, {schedule.rows_per_update} rows an update, {schedule.num_updates} updates in "
-        f"{recipe.optimizer.epochs} epochs"
-    )
+    epochs, updates, most = recipe.optimizer.epochs, schedule.num_updates, recipe.optimizer.max_updates
+    until = "optimizer.max_updates" if updates == most else f"{epochs} epoch{'s' if epochs > 1 else ''}"
+    rows = "1 row" if schedule.rows_per_update == 1 else f"{schedule.rows_per_update} rows"
+    return f"buckets {names}, {rows} an update, {updates} updates: {until}"
 
 
 def costs_of(skeleton, config: DrafterConfig) -> Costs:

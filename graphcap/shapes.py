@@ -29,7 +29,7 @@ from graphcap.data.sample import PLAIN_MARKS, supervised_text
 from graphcap.engine import Engine
 from graphcap.engine.guard import torchs_cache_folder, use_deterministic_math
 from graphcap.engine.memory import Sizes, gib
-from graphcap.engine.timing import median_ms, samples
+from graphcap.engine.timing import NUM_DOCUMENTS, median_ms, samples
 from graphcap.errors import ConfigError, DataError, GraphcapError
 from graphcap.layout import ONE_IS_BEST, Frame, frame_of, load_data, memory_of, one_is_best, room_bytes, schedule_of, shapes_of
 from graphcap.model.ends import load_skeleton
@@ -110,6 +110,7 @@ def measured_costs(recipe: Recipe, frame: Frame, largest: Bucket, *, device, dty
     engine = Engine(step, trial_buckets(largest, frame.config.block_size))
     engine.prepare(eager=False, say=say)
     times = TIMED_STEPS[device.type]
+    say(f"measuring {len(engine.slots)} buckets, {times} micro steps of each of {len(NUM_DOCUMENTS)} kinds of rows")
     found = samples(engine, times=times)
     update_ms = median_ms(engine.update, times, device)
     start = engine.start_up
